@@ -1,0 +1,77 @@
+# In a vLLM branch: vllm/v1/attention/backends/gdn_attn.py.
+"""The attention backend of Qwen's GDN layers, with its claim of batch invariance.
+
+Kimi, OLMo, Bailing and Qwen4Exp share stock's ``GDN_ATTN``; nobody has shown the promise for them,
+so that backend keeps refusing.  Ours is a member of its own, ``QWEN_GDN_ATTN``.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
+
+NAME = "QWEN_GDN_ATTN"
+
+
+def prefill_remainders(is_prefilling: torch.Tensor, query_lens: torch.Tensor) -> torch.Tensor:
+    """Rows that hold the single last token of a prompt.
+
+    Args:
+        is_prefilling: (requests,) bool, prompt tokens are still being computed.
+        query_lens: (requests,) integer, tokens of each request in this step.
+
+    Returns:
+        (requests,) bool.
+
+    """
+    return is_prefilling & (query_lens == 1)
+
+
+class QwenGDNAttentionBackend(GDNAttentionBackend):
+    """GDN backend of the Qwen layers.  The gate has already judged device and release."""
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @staticmethod
+    def get_builder_cls() -> type["QwenGDNAttentionMetadataBuilder"]:
+        return QwenGDNAttentionMetadataBuilder
+
+
+class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
+    """Classifies a row by whether its request is still prefilling, not by its length.
+
+    Stock runs a one-token remainder of a prompt by the decode kernel.  Whether there is such a
+    remainder depends on where the cut before it fell, so it would move bits (length = 1 mod 64).
+    """
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        num_accepted_tokens: torch.Tensor | None = None,
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
+        fast_build: bool = False,
+    ) -> GDNAttentionMetadata:
+        m = common_attn_metadata
+        if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
+            remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
+            if bool(remainder.any()):
+                # Stock's builder takes a one-token row for a prefill only where nothing was
+                # computed before it, which it reads from this bound and from nothing else; the
+                # state a row starts from is decided by the real lengths.
+                bound = torch.where(remainder, 1, m.seq_lens_cpu_upper_bound)
+                m = m.replace(seq_lens_cpu_upper_bound=bound.to(m.seq_lens_cpu_upper_bound.dtype))
+        return super().build(
+            common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
+        )

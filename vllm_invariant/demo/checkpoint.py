@@ -1,0 +1,139 @@
+# In a vLLM branch: tests/v1/determinism/utils.py.
+"""Small random Qwen3.5-shaped checkpoints, made on the spot.
+
+vLLM's dummy weights are so close to zero that states vanish and state bugs hide.  Here weights have
+a standard deviation of about 0.05, and the decay is slow enough that a token still counts more
+than a thousand tokens later.
+"""
+
+import inspect
+import json
+import pydoc
+import site
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What to build.
+
+    Attributes:
+        config: fields of ``Qwen3_5TextConfig``; missing ones are those of `TINY`.
+        seed: of the weights.
+        std: standard deviation of every weight matrix.
+
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    std: float = 0.05
+
+
+def _initialise(model: torch.nn.Module, shape: Shape) -> None:
+    generator = torch.Generator().manual_seed(shape.seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            # g = -exp(A_log) * softplus(a + dt_bias): memory of roughly 1 / exp(A_log) tokens,
+            # from 30 for the fastest head to 3000 for the slowest.
+            span = torch.linspace(3.4, 8.0, parameter.numel())
+            value = -span[torch.randperm(parameter.numel(), generator=generator)]
+        elif name.endswith("dt_bias"):
+            value = torch.randn(parameter.shape, generator=generator) * 0.5
+        elif parameter.dim() == 1:
+            value = parameter.detach() + torch.randn(parameter.shape, generator=generator) * shape.std
+        elif "conv1d" in name:
+            value = torch.randn(parameter.shape, generator=generator) * 0.4
+        else:
+            value = torch.randn(parameter.shape, generator=generator) * shape.std
+        parameter.data.copy_(value)
+
+
+def make_checkpoint(path: Path, shape: Shape | None = None, *, tokenizer: bool = True) -> Path:
+    """Write a random ``Qwen3_5ForCausalLM`` in bfloat16.
+
+    Args:
+        path: the folder to make.  A finished checkpoint already there is reused.
+        shape: what to build; `TINY` by default.
+        tokenizer: also train and write a tokenizer.
+
+    Returns:
+        ``path``.
+
+    """
+    shape = shape or Shape()
+    done = path / "made.json"
+    recipe = json.dumps({**TINY, **shape.config, "seed": shape.seed, "std": shape.std, "tok": tokenizer})
+    if done.is_file() and done.read_text() == recipe:
+        return path
+
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    path.mkdir(parents=True, exist_ok=True)
+    config = Qwen3_5TextConfig(**{**TINY, **shape.config}, mamba_ssm_dtype="float32")
+    with torch.device("cpu"):
+        model = Qwen3_5ForCausalLM(config)
+    _initialise(model, shape)
+    model.to(torch.bfloat16).save_pretrained(path)
+    if tokenizer:
+        make_tokenizer(path, config.vocab_size)
+    done.write_text(recipe)
+    return path
+
+
+def corpus() -> list[str]:
+    """English text that ships with Python: its licence and its longest docstrings, longest first."""
+    texts = []
+    for candidate in (Path(sys.base_prefix) / "LICENSE", Path(inspect.__file__).parent / "LICENSE.txt"):
+        if candidate.is_file():
+            texts.append(candidate.read_text(errors="replace"))
+    texts.append(str(site.__doc__ or ""))
+    names = ("argparse", "collections", "datetime", "decimal", "doctest", "email", "heapq", "http.server")
+    names += ("logging", "pickle", "random", "statistics", "string", "tempfile", "typing", "unittest.mock")
+    for name in (*names, "asyncio", "json", "re", "subprocess", "socket", "threading", "zipfile"):
+        module = __import__(name, fromlist=["_"])
+        texts.append(pydoc.plain(pydoc.render_doc(module, renderer=pydoc.plaintext)))
+    return sorted((t for t in texts if t.strip()), key=len, reverse=True)
+
+
+def make_tokenizer(path: Path, vocab_size: int) -> None:
+    """Train a byte-level BPE tokenizer of exactly ``vocab_size`` entries on `corpus`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
+    fast.save_pretrained(path)

@@ -1,0 +1,180 @@
+# In a vLLM branch: vllm/config/vllm.py, beside the other cross-field checks.
+"""Refuse, at start and by name, what has not been shown.
+
+`set_defaults` fills in what the user left open, `check_engine` judges the whole engine config, and
+`check_blocks` judges the block sizes once vLLM has resolved them.  The first error found is raised
+as a ``ValueError`` that names the option and the value that works.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_invariant import grid
+from vllm_invariant.config import InvariantConfig
+
+logger = logging.getLogger("vllm.vllm_invariant")
+
+FLAG = "VLLM_BATCH_INVARIANT=1"
+
+# Model classes whose GDN layers were shown invariant.
+ARCHITECTURES = ("Qwen3_5ForCausalLM",)
+
+
+def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
+    """One message in the one form."""
+    return f"{FLAG}: {option} {why}; use {works}."
+
+
+def set_defaults(vllm_config: Any) -> None:
+    """Fill in what the user left open, with a log line each.
+
+    Runs once, while the engine config is made, before anything reads these fields.
+    """
+    step = InvariantConfig.from_additional_config(vllm_config.additional_config).arithmetic.grid
+    cache = vllm_config.cache_config
+    if cache.mamba_ssm_cache_dtype == "auto":
+        cache.mamba_ssm_cache_dtype = "float32"
+        logger.info("%s: recurrent state is kept in float32.", FLAG)
+    if not cache.user_specified_block_size and step > 1:
+        # The hybrid block becomes the smallest multiple of this that holds a state page.
+        cache.block_size = grid.shared(step, 64)
+        cache.user_specified_block_size = True
+    if cache.enable_prefix_caching and cache.prefix_match_unit is None:
+        cache.prefix_match_unit = grid.shared(step, 64)
+        logger.info("%s: prefix-cache hits land every %d tokens.", FLAG, cache.prefix_match_unit)
+    extra = vllm_config.additional_config
+    if isinstance(extra, dict) and extra.get("gdn_prefill_backend", "auto") == "auto":
+        extra["gdn_prefill_backend"] = "triton"  # FLA's chunk kernels; ignored on CPU
+
+
+def _model(config: Any) -> Iterator[str | None]:
+    model = config.model_config
+    if model.architecture not in ARCHITECTURES:
+        yield refuse(f"model class {model.architecture}", f"one of {', '.join(ARCHITECTURES)}")
+    if model.runner_type != "generate":
+        yield refuse(f"--runner {model.runner_type}", "--runner generate")
+    if str(model.dtype).removeprefix("torch.") != "bfloat16":
+        yield refuse(f"--dtype {str(model.dtype).removeprefix('torch.')}", "--dtype bfloat16")
+    if model.quantization is not None:
+        yield refuse(f"--quantization {model.quantization}", "an unquantized checkpoint")
+
+
+def _cache(config: Any) -> Iterator[str | None]:
+    cache, step = config.cache_config, _options(config).arithmetic.grid
+    if cache.mamba_ssm_cache_dtype != "float32":
+        yield refuse(
+            f"--mamba-ssm-cache-dtype {cache.mamba_ssm_cache_dtype}",
+            "--mamba-ssm-cache-dtype float32",
+            "rounds the state at every chunk end, so the bits follow the cuts",
+        )
+    if cache.cache_dtype not in ("auto", "bfloat16"):
+        yield refuse(f"--kv-cache-dtype {cache.cache_dtype}", "--kv-cache-dtype auto")
+    if cache.enable_prefix_caching and cache.mamba_cache_mode not in ("align", "none"):
+        yield refuse(f"--mamba-cache-mode {cache.mamba_cache_mode}", "--mamba-cache-mode align")
+    for option, value in (
+        ("--block-size", cache.block_size if cache.user_specified_block_size else None),
+        ("--mamba-block-size", cache.mamba_block_size),
+        ("--prefix-match-unit", cache.prefix_match_unit),
+    ):
+        if cache.enable_prefix_caching and value is not None and not grid.is_on(value, step):
+            yield refuse(
+                f"{option} {value}",
+                f"{option} {grid.round_block(value, step)}",
+                f"is not a multiple of the {step}-token grid",
+            )
+
+
+def _scheduler(config: Any) -> Iterator[str | None]:
+    scheduler, step = config.scheduler_config, _options(config).arithmetic.grid
+    if not scheduler.enable_chunked_prefill:
+        yield refuse("--no-enable-chunked-prefill", "--enable-chunked-prefill")
+    need = grid.min_budget(scheduler.max_num_seqs, step)
+    if scheduler.max_num_batched_tokens < need:
+        yield refuse(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}",
+            f"--max-num-batched-tokens {need} or more, or a smaller --max-num-seqs",
+            f"cannot fit one {step}-token grid step beside {scheduler.max_num_seqs - 1} decodes",
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if 0 < threshold < step:
+        yield refuse(
+            f"--long-prefill-token-threshold {threshold}",
+            f"--long-prefill-token-threshold {step} or more",
+            f"is below one {step}-token grid step",
+        )
+    if scheduler.scheduler_cls is not None:
+        yield refuse("--scheduler-cls", "the default scheduler", "replaces the scheduler that keeps the grid")
+
+
+def _features(config: Any) -> Iterator[str | None]:
+    parallel = config.parallel_config
+    if config.speculative_config is not None:
+        yield refuse("speculative decoding", "no --speculative-config")
+    if config.kv_transfer_config is not None:
+        yield refuse("a KV connector", "no --kv-transfer-config")
+    if config.lora_config is not None:
+        yield refuse("LoRA", "no --enable-lora")
+    for option, value in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if value > 1:
+            yield refuse(f"{option} {value}", f"{option} 1")
+    extra = config.additional_config
+    backend = extra.get("gdn_prefill_backend", "auto") if isinstance(extra, dict) else "auto"
+    if backend not in ("auto", "triton"):
+        yield refuse(f'gdn_prefill_backend="{backend}"', 'gdn_prefill_backend="triton"')
+
+
+RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (_model, _cache, _scheduler, _features)
+
+
+def _options(config: Any) -> InvariantConfig:
+    return InvariantConfig.from_additional_config(config.additional_config)
+
+
+def check_engine(vllm_config: Any) -> InvariantConfig:
+    """Judge the whole engine config.
+
+    Returns:
+        The project's own options.
+
+    Raises:
+        ValueError: naming the first option that is refused and the value that works.
+
+    """
+    options = _options(vllm_config)
+    for rule in RULES:
+        for problem in rule(vllm_config):
+            raise ValueError(problem)
+    return options
+
+
+def check_blocks(step: int, *, caching: bool, block_size: int, hash_block_size: int) -> None:
+    """Judge the block sizes that vLLM settled on.
+
+    Args:
+        step: the arithmetic's grid, tokens.
+        caching: prefix caching is on.  Without it no state is ever cut at a block.
+        block_size: the scheduler's block, tokens: states are cached at its multiples.
+        hash_block_size: hits land on its multiples, tokens.
+
+    Raises:
+        ValueError: if either lies off the grid.
+
+    """
+    if not caching:
+        return
+    for option, value in (("--block-size", block_size), ("--prefix-match-unit", hash_block_size)):
+        if not grid.is_on(value, step):
+            raise ValueError(
+                refuse(
+                    f"{option} {value}",
+                    f"{option} {grid.round_block(value, step)}",
+                    f"is not a multiple of the {step}-token grid",
+                )
+            )

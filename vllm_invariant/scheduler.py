@@ -1,0 +1,148 @@
+# In a vLLM branch: vllm/v1/core/sched/scheduler.py and vllm/v1/core/kv_cache_coordinator.py.
+"""The scheduler under batch invariance: stock's policy, on the grid.
+
+Stock decides who runs and for how many tokens.  `GridScheduler` only narrows the number, in the
+one hook both of stock's prefill paths pass through, and narrows what the prefix cache is told:
+
+* a chunk that does not finish its prompt ends on the grid, in every cache mode;
+* a request that comes back from preemption gets its prompt by prefill, and then its own generated
+  tokens by decode, one known token a step, as they were made the first time (*replay*);
+* only tokens of a prompt, computed by prefill, are published to the prefix cache (*provenance*).
+
+The last two hold while the arithmetic's decode and prefill differ in bits.  Models without a Qwen
+GDN layer are scheduled exactly as stock would.
+"""
+
+import functools
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import Request
+
+from vllm_invariant import backend, grid, preflight
+
+
+def has_qwen_gdn(kv_cache_config: Any) -> bool:
+    """Whether any KV-cache group holds Qwen GDN states."""
+    return any(
+        isinstance(group.kv_cache_spec, MambaSpec)
+        and getattr(group.kv_cache_spec.mamba_type, "name", None) == backend.NAME
+        for group in kv_cache_config.kv_cache_groups
+    )
+
+
+class GridSchedulerMixin(Scheduler):
+    """Put in front of a stock scheduler class by `grid_scheduler_class`."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.invariant = has_qwen_gdn(kv_cache_config)
+        if not self.invariant:
+            return
+        options = preflight.check_engine(vllm_config)
+        self.arithmetic = options.arithmetic
+        preflight.check_blocks(
+            self.arithmetic.grid,
+            caching=bool(self.cache_config.enable_prefix_caching),
+            block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+        )
+        self.aligned = self.need_mamba_block_aligned_split  # stock's rule, for cache mode "align"
+        self.need_mamba_block_aligned_split = True
+        self._hit_limit: int | None = None
+        coordinator = self.kv_cache_manager.coordinator
+        self._stock_find_hit = coordinator.find_longest_cache_hit
+        self._stock_publish = coordinator.cache_blocks
+        coordinator.find_longest_cache_hit = self._find_hit
+        coordinator.cache_blocks = self._publish
+
+    # --- chunk ends -------------------------------------------------------------------------
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Narrow a chunk to where it may end.  0: no grid step fits, the request waits."""
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        prompt_end = request.num_prompt_tokens
+        if start >= prompt_end:
+            return self._decode_tokens(request, start, num_new_tokens)
+        if not self.arithmetic.decode_equals_prefill:
+            # A resumed request's own tokens are decoded again, never prefilled.
+            num_new_tokens = min(num_new_tokens, prompt_end - start)
+        end = grid.chunk_end(start, start + num_new_tokens, prompt_end, self.arithmetic.grid)
+        if self.aligned and end > start:
+            stock_end = start + super()._mamba_block_aligned_split(
+                request, end - start, num_new_local_computed_tokens, num_external_computed_tokens
+            )
+            if stock_end == start:
+                # Stock would let the request wait for a whole block's worth of budget.  The state
+                # may as well stop inside the block, on the grid, and go on from there.
+                stock_end = min(end, grid.next_stop(start, self.cache_config.block_size))
+            end = grid.chunk_end(start, stock_end, prompt_end, self.arithmetic.grid)
+        return end - start
+
+    def _decode_tokens(self, request: Request, start: int, num_new_tokens: int) -> int:
+        """Tokens of a step past the prompt: one at a time while known tokens are replayed."""
+        if self.arithmetic.decode_equals_prefill or start >= request.num_tokens:
+            return num_new_tokens
+        return min(num_new_tokens, 1)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Stock's schedule, then proof that every chunk end it chose lies on the grid.
+
+        Raises:
+            RuntimeError: if a later clip moved a chunk end off the grid.  Wrong bits would follow.
+
+        """
+        output = super().schedule(*args, **kwargs)
+        if self.invariant:
+            self._check_chunk_ends(output)
+        return output
+
+    def _check_chunk_ends(self, output: SchedulerOutput) -> None:
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            end = request.num_computed_tokens  # already counts this step
+            if end < request.num_prompt_tokens and not grid.is_on(end, self.arithmetic.grid):
+                raise RuntimeError(
+                    f"request {request_id}: prefill chunk ends at {end} of {request.num_prompt_tokens} "
+                    f"tokens, off the {self.arithmetic.grid}-token grid"
+                )
+
+    # --- what the prefix cache is told, and what it may answer ---------------------------------
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any) -> Any:
+        # A resumed request may only hit its prompt: another prompt may contain the same tokens,
+        # prefilled, where this request's own were decoded.
+        replayed = request.num_output_tokens > 0 and not self.arithmetic_merges()
+        self._hit_limit = request.num_prompt_tokens - 1 if replayed else None
+        try:
+            return super()._get_local_prefix_cache_hit(request, *args)
+        finally:
+            self._hit_limit = None
+
+    def arithmetic_merges(self) -> bool:
+        """Whether decoded and prefilled tokens are interchangeable."""
+        return not self.invariant or self.arithmetic.decode_equals_prefill
+
+    def _find_hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any) -> Any:
+        if self._hit_limit is not None:
+            max_cache_hit_length = min(max_cache_hit_length, self._hit_limit)
+        return self._stock_find_hit(block_hashes, max_cache_hit_length, *args)
+
+    def _publish(self, request: Request, num_computed_tokens: int) -> None:
+        if not self.arithmetic_merges():
+            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+        self._stock_publish(request, num_computed_tokens)
+
+
+@functools.cache
+def grid_scheduler_class(stock: type[Scheduler]) -> type[Scheduler]:
+    """The grid's rules on top of a stock scheduler class (``Scheduler`` or ``AsyncScheduler``)."""
+    return type(f"Grid{stock.__name__}", (GridSchedulerMixin, stock), {"__module__": __name__})

@@ -1,0 +1,183 @@
+# In a vLLM branch: nothing; these are the places the branch would edit.
+"""The ledger of upstream symbols this package overrides, replaces or reads, and their probes.
+
+Every probe reads upstream's source text with ``ast``: nothing is imported, so all of them run
+before anything is installed, in every process, on any machine.  One failed probe means that
+nothing is installed at all.  ``SEAMS.md`` has a row for each entry, by name.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One upstream symbol.
+
+    Attributes:
+        name: its row in SEAMS.md.
+        module: dotted module.
+        symbol: ``name`` or ``Class.name`` in that module.
+        args: parameter names that must come first, in this order, or None if it is no function.
+
+    """
+
+    name: str
+    module: str
+    symbol: str
+    args: tuple[str, ...] | None = None
+
+
+_SCHED = "vllm.v1.core.sched.scheduler"
+_GDN = "vllm.v1.attention.backends.gdn_attn"
+_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+_REGISTRY = "vllm.v1.attention.backends.registry"
+_CPU = "vllm.v1.attention.backends.cpu_attn"
+
+SEAMS = (
+    Seam("S1", _REGISTRY, "MambaAttentionBackendEnum.register", ("cls", "name", "value")),
+    Seam("S1", _REGISTRY, "register_backend", ("backend", "class_path", "is_mamba")),
+    Seam("S2", "vllm.model_executor.custom_op", "PluggableLayer.register_oot", ("cls",)),
+    Seam("S2", _LAYER, "QwenGatedDeltaNetAttention.__init__", ("self", "config", "vllm_config")),
+    Seam("S2", "vllm.model_executor.layers.mamba.gdn.base", "GatedDeltaNetAttention.mamba_type", ("self",)),
+    Seam(
+        "S3",
+        _GDN,
+        "GDNAttentionMetadataBuilder.build",
+        (
+            "self",
+            "common_prefix_len",
+            "common_attn_metadata",
+            "num_accepted_tokens",
+            "num_decode_draft_tokens_cpu",
+            "fast_build",
+        ),
+    ),
+    Seam("S4", "vllm.config.scheduler", "SchedulerConfig.get_scheduler_cls", ("self",)),
+    Seam(
+        "S5",
+        _SCHED,
+        "Scheduler._mamba_block_aligned_split",
+        (
+            "self",
+            "request",
+            "num_new_tokens",
+            "num_new_local_computed_tokens",
+            "num_external_computed_tokens",
+        ),
+    ),
+    Seam("S5", _SCHED, "Scheduler.schedule", ("self",)),
+    Seam("S6", _SCHED, "Scheduler._get_local_prefix_cache_hit", ("self", "request")),
+    Seam(
+        "S6",
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        ("self", "block_hashes", "max_cache_hit_length"),
+    ),
+    Seam(
+        "S6",
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.cache_blocks",
+        ("self", "request", "num_computed_tokens"),
+    ),
+    Seam("S7", "vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
+    Seam("S8", "vllm.model_executor.determinism.batch_invariant", "init_batch_invariance", ()),
+    Seam(
+        "S9",
+        _CPU,
+        "CPUAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    Seam(
+        "S9",
+        _CPU,
+        "CPUAttentionBackendImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    Seam(
+        "S10",
+        "vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils",
+        "derive_mamba_conv_split",
+        ("mamba_spec", "local_tp"),
+    ),
+    Seam(
+        "S11",
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        "_causal_conv1d_fwd_cpu",
+        ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state"),
+    ),
+    Seam(
+        "S12",
+        "vllm.model_executor.layers.utils",
+        "dispatch_cpu_unquantized_gemm",
+        ("layer", "remove_weight"),
+    ),
+    Seam(
+        "S13",
+        "vllm.v1.worker.utils",
+        "copy_kv_cache_blocks_inplace",
+        ("kv_caches", "num_blocks", "kv_cache_block_copies"),
+    ),
+)
+
+
+@cache
+def _tree(module: str) -> ast.Module | None:
+    """The parsed source of an upstream module, found without importing it."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    base = Path(next(iter(spec.submodule_search_locations))).joinpath(*rest)
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return ast.parse(path.read_text())
+    return None
+
+
+def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            return node
+    return None
+
+
+def probe(seam: Seam) -> str | None:
+    """Why a seam does not fit, or None if it does."""
+    tree = _tree(seam.module)
+    if tree is None:
+        return f"{seam.name}: module {seam.module} is gone"
+    node: Any = tree
+    for part in seam.symbol.split("."):
+        node = _find(node.body, part)
+        if node is None:
+            return f"{seam.name}: {seam.module}.{seam.symbol} is gone"
+    if seam.args is None:
+        return None
+    found = tuple(a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+    if found[: len(seam.args)] != seam.args:
+        return f"{seam.name}: {seam.module}.{seam.symbol} now takes {found}, not {seam.args}"
+    return None
+
+
+def moved() -> list[str]:
+    """What is wrong with the installed vLLM, one sentence a seam.  Empty if all fit."""
+    return [problem for seam in SEAMS if (problem := probe(seam)) is not None]
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace ``owner.name`` by ``wrap(stock)``, once however often it is called."""
+    stock = getattr(owner, name)
+    if getattr(stock, "vllm_invariant", False):
+        return
+    ours = wrap(stock)
+    ours.vllm_invariant = True
+    setattr(owner, name, ours)
