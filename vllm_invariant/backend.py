@@ -5,15 +5,16 @@ Kimi, OLMo, Bailing and Qwen4Exp share stock's ``GDN_ATTN``; nobody has shown th
 so that backend keeps refusing.  Ours is a member of its own, ``QWEN_GDN_ATTN``.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 NAME = "QWEN_GDN_ATTN"
 
@@ -72,6 +73,49 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
                 # state a row starts from is decided by the real lengths.
                 bound = torch.where(remainder, 1, m.seq_lens_cpu_upper_bound)
                 m = m.replace(seq_lens_cpu_upper_bound=bound.to(m.seq_lens_cpu_upper_bound.dtype))
-        return super().build(
+        metadata = super().build(
             common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
         )
+        mixed = metadata.num_decodes > 0 and metadata.num_prefills > 0
+        if mixed and metadata.spec_sequence_masks is None and self.device.type == "cuda":
+            metadata.parts = split_step(metadata, m.query_start_loc_cpu)
+        return metadata
+
+
+def split_step(
+    metadata: GDNAttentionMetadata, query_start_loc_cpu: torch.Tensor
+) -> tuple[GDNAttentionMetadata, GDNAttentionMetadata]:
+    """Metadata of a mixed step as that of its cached rows and that of its prefills.
+
+    Args:
+        metadata: of the whole step, cached rows first.
+        query_start_loc_cpu: (requests + 1,) first row of each request, on the CPU.
+
+    """
+    cached, rows = metadata.num_decodes, metadata.num_decode_tokens
+    last = cached + metadata.num_prefills
+    decodes = replace(
+        metadata,
+        num_prefills=0,
+        num_prefill_tokens=0,
+        num_actual_tokens=rows,
+        has_initial_state=None,
+        non_spec_query_start_loc=metadata.non_spec_query_start_loc[: cached + 1],
+        non_spec_state_indices_tensor=metadata.non_spec_state_indices_tensor[:cached],
+    )
+    nums_dict, batch_ptr, token_chunk_offset_ptr = compute_causal_conv1d_metadata(
+        query_start_loc_cpu[cached : last + 1] - rows, device=metadata.non_spec_query_start_loc.device
+    )
+    prefills = replace(
+        metadata,
+        num_decodes=0,
+        num_decode_tokens=0,
+        num_actual_tokens=metadata.num_prefill_tokens,
+        has_initial_state=metadata.prefill_has_initial_state,
+        non_spec_query_start_loc=metadata.prefill_query_start_loc,
+        non_spec_state_indices_tensor=metadata.prefill_state_indices,
+        nums_dict=nums_dict,
+        batch_ptr=batch_ptr,
+        token_chunk_offset_ptr=token_chunk_offset_ptr,
+    )
+    return decodes, prefills

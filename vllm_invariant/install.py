@@ -79,6 +79,12 @@ def in_worker() -> None:
     if QwenGatedDeltaNetAttention.__name__ not in op_registry_oot:
         QwenGatedDeltaNetAttention.register_oot(InvariantQwenGatedDeltaNetAttention)
     _copy_whole_pages()
+    if current_platform.is_cuda():
+        from vllm_invariant import cuda
+
+        cuda.pin_norm()
+        cuda.pin_inductor()
+        cuda.keep_remainders_out_of_decode_graphs()
     if current_platform.is_cpu():
         from vllm.model_executor.layers import utils as layer_utils
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention

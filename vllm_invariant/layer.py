@@ -7,10 +7,12 @@ Only imported in a worker, and only under the flag: importing stock's layer pull
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from vllm_invariant import backend, preflight
+from vllm_invariant import backend, cuda, preflight
 
 
 class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
@@ -29,6 +31,42 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 )
             )
 
+        if current_platform.is_cuda():
+            dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+            cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype)
+
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
         return MambaAttentionBackendEnum[backend.NAME]
+
+    def _forward_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        """Convolution and recurrence of one step.
+
+        Stock runs the cached rows of a mixed step by other kernels than those of a step of cached
+        rows only, so a request's bits would follow whether a prefill joined.  Here cached rows, which
+        stand in front, always take the packed decode helper, and prefills the chunk path.
+
+        Args:
+            mixed_qkv: (tokens, q + k + v channels), cached rows first.
+            b, a: (tokens, value heads), inputs of beta and of the gate.
+            core_attn_out: (tokens, value heads, head_v_dim), written.
+
+        """
+        per_layer = get_forward_context().attn_metadata
+        metadata = per_layer.get(self.prefix) if isinstance(per_layer, dict) else None
+        parts = getattr(metadata, "parts", None)
+        if parts is None or not self.enable_packed_recurrent_decode:
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            return
+        decodes, prefills = parts
+        rows = decodes.num_actual_tokens
+        self._forward_core_decode_non_spec(
+            mixed_qkv[:rows], b[:rows], a[:rows], core_attn_out[:rows], attn_metadata=decodes
+        )
+        per_layer[self.prefix] = prefills  # the only way to hand stock's core its metadata
+        try:
+            super()._forward_core(mixed_qkv[rows:], b[rows:], a[rows:], core_attn_out[rows:])
+        finally:
+            per_layer[self.prefix] = metadata

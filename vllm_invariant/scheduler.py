@@ -103,7 +103,16 @@ class GridSchedulerMixin(Scheduler):
         output = super().schedule(*args, **kwargs)
         if self.invariant:
             self._check_chunk_ends(output)
+            # Model Runner V2 keeps this order among rows of one token, and the backend wants
+            # decodes before a prompt's one-token remainder.
+            tokens = output.num_scheduled_tokens
+            output.num_scheduled_tokens = dict(sorted(tokens.items(), key=self._is_prefill))
         return output
+
+    def _is_prefill(self, scheduled: tuple[str, int]) -> bool:
+        request_id, tokens = scheduled
+        request = self.requests[request_id]
+        return request.num_computed_tokens - tokens < request.num_prompt_tokens
 
     def _check_chunk_ends(self, output: SchedulerOutput) -> None:
         for request_id in output.num_scheduled_tokens:

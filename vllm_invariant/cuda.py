@@ -1,0 +1,90 @@
+# In a vLLM branch: spread over the files each function names.
+"""What a CUDA worker changes in stock's kernels' launches."""
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+from vllm_invariant import seams
+from vllm_invariant.ops import launch
+
+logger = logging.getLogger("vllm.vllm_invariant")
+
+FLA = "vllm.third_party.flash_linear_attention.ops"
+
+
+def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, like: tuple[int, int] | None = None) -> None:
+    """Pin every autotuned chunk kernel of this process.
+
+    Args:
+        head_k_dim, head_v_dim: head sizes of the model's GDN layers.
+        dtype: of its activations.
+        like: use the row of this compute capability instead of the device's own.
+
+    Raises:
+        ValueError: if the table has no row for this device and model.
+
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    row = launch.lookup(launch.Key(like or (capability.major, capability.minor), dtype, head_k_dim, head_v_dim))
+    for name, choice in row.items():
+        module, kernel = launch.KERNELS[name]
+        launch.pin(getattr(importlib.import_module(f"{FLA}.{module}"), kernel), choice)
+
+
+def pin_norm() -> None:
+    """Gated RMSNorm: one row per program, instead of a number that follows the total row count."""
+    guard = importlib.import_module(f"{FLA}.layernorm_guard")
+    seams.replace(guard, "calc_rows_per_block", lambda stock: lambda *args, **kwargs: 1)
+
+
+def pin_inductor() -> None:
+    """Inductor: nothing chosen by timing."""
+    import torch._inductor.config as inductor
+
+    inductor.deterministic = True
+    inductor.benchmark_combo_kernel = False
+
+
+def keep_remainders_out_of_decode_graphs() -> None:
+    """Full decode graphs replay the decode kernels, so a prompt's last token must not enter one.
+
+    Both model runners judge a step by its shape: rows of one token each.
+    """
+    from vllm.v1.worker.gpu import model_runner as v2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    seams.replace(GPUModelRunner, "_determine_batch_execution_and_padding", _v1_execution)
+    seams.replace(v2.GPUModelRunner, "gather_batch_req_state", _v2_batch_state)
+
+
+def _v1_execution(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def determine(self: Any, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("force_uniform_decode") is None:
+            batch = self.input_batch
+            computed = batch.num_computed_tokens_cpu[:num_reqs]
+            if bool((computed < batch.num_prompt_tokens[:num_reqs]).any()):
+                kwargs["force_uniform_decode"] = False
+        return stock(self, num_tokens, num_reqs, *args, **kwargs)
+
+    return determine
+
+
+def _v2_batch_state(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def gather(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        state, uniform = stock(self, scheduler_output, dummy_run)
+        if state is None or state.prefill_runs_as_decode_np is None:
+            return state, uniform
+        # Past the prompt a one-token row replays a generated token: that is a decode.
+        prompt_len = self.req_states.prompt_len.np[state.idx_mapping_np]
+        decodes = state.prefill_runs_as_decode_np & (state.num_computed_prefill_tokens_np >= prompt_len)
+        eligible = bool((decodes | ~state.is_prefilling_np).all())
+        state = state._replace(prefill_runs_as_decode_np=decodes, decode_graph_eligible=eligible)
+        return state, uniform if eligible else None
+
+    return gather
