@@ -47,6 +47,10 @@ class Key:
     head_k_dim: int
     head_v_dim: int
 
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"SM{major}{minor} {self.dtype} {self.head_k_dim}x{self.head_v_dim}"
+
 
 # (module under the FLA package, kernel name) of every autotuned kernel on the path, in call order.
 KERNELS = {
@@ -59,14 +63,14 @@ KERNELS = {
 }
 
 TABLE: dict[Key, dict[str, Launch]] = {
-    # NVIDIA H200, triton 3.6.0.
+    # NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
     Key((9, 0), "bfloat16", 128, 128): {
         "cumsum": Launch(warps=1),
-        "kkt": Launch(warps=4, stages=3, tiles={"BK": 64}),
-        "inverse": Launch(warps=4, stages=3),
+        "kkt": Launch(warps=2, stages=3, tiles={"BK": 64}),
+        "inverse": Launch(warps=2, stages=5),
         "w_u": Launch(warps=4, stages=3),
-        "state": Launch(warps=4, stages=2, tiles={"BV": 32}),
-        "output": Launch(warps=4, stages=2, tiles={"BK": 64, "BV": 64}),
+        "state": Launch(warps=4, stages=3, tiles={"BV": 32}),
+        "output": Launch(warps=4, stages=4, tiles={"BK": 128, "BV": 128}),
     },
 }
 
@@ -79,7 +83,7 @@ def lookup(key: Key) -> dict[str, Launch]:
 
     """
     if key not in TABLE:
-        known = ", ".join(f"SM{k.capability[0]}{k.capability[1]} {k.dtype} {k.head_k_dim}x{k.head_v_dim}" for k in TABLE)
+        known = ", ".join(map(str, TABLE))
         raise ValueError(
             f"no pinned launch parameters for the GDN chunk kernels on {key} (known: {known}). "
             "Run benchmarks/tune_launch.py on that GPU and add the row it prints to "
