@@ -14,13 +14,13 @@ logger = logging.getLogger("vllm.vllm_invariant")
 FLA = "vllm.third_party.flash_linear_attention.ops"
 
 
-def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, like: tuple[int, int] | None = None) -> None:
+def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, untested: bool) -> None:
     """Pin every autotuned chunk kernel of this process.
 
     Args:
         head_k_dim, head_v_dim: head sizes of the model's GDN layers.
         dtype: of its activations.
-        like: use the row of this compute capability instead of the device's own.
+        untested: the user runs on a GPU without a row of its own: use SM90's.
 
     Raises:
         ValueError: if the table has no row for this device and model.
@@ -28,8 +28,9 @@ def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, like: tuple[in
     """
     from vllm.platforms import current_platform
 
-    capability = current_platform.get_device_capability()
-    row = launch.lookup(launch.Key(like or (capability.major, capability.minor), dtype, head_k_dim, head_v_dim))
+    device = current_platform.get_device_capability()
+    capability = (9, 0) if untested else (device.major, device.minor)
+    row = launch.lookup(launch.Key(capability, dtype, head_k_dim, head_v_dim))
     for name, choice in row.items():
         module, kernel = launch.KERNELS[name]
         launch.pin(getattr(importlib.import_module(f"{FLA}.{module}"), kernel), choice)
@@ -39,14 +40,6 @@ def pin_norm() -> None:
     """Gated RMSNorm: one row per program, instead of a number that follows the total row count."""
     guard = importlib.import_module(f"{FLA}.layernorm_guard")
     seams.replace(guard, "calc_rows_per_block", lambda stock: lambda *args, **kwargs: 1)
-
-
-def pin_inductor() -> None:
-    """Inductor: nothing chosen by timing."""
-    import torch._inductor.config as inductor
-
-    inductor.deterministic = True
-    inductor.benchmark_combo_kernel = False
 
 
 def keep_remainders_out_of_decode_graphs() -> None:

@@ -83,7 +83,6 @@ def in_worker() -> None:
         from vllm_invariant import cuda
 
         cuda.pin_norm()
-        cuda.pin_inductor()
         cuda.keep_remainders_out_of_decode_graphs()
     if current_platform.is_cpu():
         from vllm.model_executor.layers import utils as layer_utils

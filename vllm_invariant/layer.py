@@ -19,7 +19,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     """Stock's layer behind a backend that may claim batch invariance."""
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        preflight.check_engine(vllm_config)
+        options = preflight.check_engine(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
         *_, recurrent_dtype = self.get_state_dtype()
         if recurrent_dtype != torch.float32:
@@ -33,7 +33,9 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
         if current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-            cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype)
+            cuda.pin_launches(
+                self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu
+            )
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -43,6 +43,10 @@ def set_defaults(vllm_config: Any) -> None:
     if cache.enable_prefix_caching and cache.prefix_match_unit is None:
         cache.prefix_match_unit = grid.shared(step, 64)
         logger.info("%s: prefix-cache hits land every %d tokens.", FLAG, cache.prefix_match_unit)
+    # Inductor: nothing chosen by timing, combo kernels included (two ways to fuse, the faster kept).
+    inductor = vllm_config.compilation_config.inductor_compile_config
+    inductor["deterministic"] = True
+    inductor["benchmark_combo_kernel"] = False
     extra = vllm_config.additional_config
     if isinstance(extra, dict) and extra.get("gdn_prefill_backend", "auto") == "auto":
         extra["gdn_prefill_backend"] = "triton"  # FLA's chunk kernels; ignored on CPU
