@@ -39,6 +39,7 @@ def in_engine(verdict: Verdict) -> None:
     seams.replace(SchedulerConfig, "get_scheduler_cls", _scheduler_cls)
     seams.replace(batch_invariant, "init_batch_invariance", _init_batch_invariance)
     _wrap_model_configs(verdict)
+    _export_metrics()
     logger.info("vllm-invariant is in place (%s).", verdict.reason)
 
 
@@ -78,7 +79,7 @@ def in_worker() -> None:
 
     if QwenGatedDeltaNetAttention.__name__ not in op_registry_oot:
         QwenGatedDeltaNetAttention.register_oot(InvariantQwenGatedDeltaNetAttention)
-    _copy_whole_pages()
+    _replace_shared_helpers()
     if current_platform.is_cuda():
         from vllm_invariant import cuda
 
@@ -95,15 +96,32 @@ def in_worker() -> None:
         seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
 
 
-def _copy_whole_pages() -> None:
+def _replace_shared_helpers() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import ssm_conv_transfer_utils
     from vllm.v1.worker import utils
 
     from vllm_invariant.block_copy import copy_whole_pages
+    from vllm_invariant.kv_transfer import split_as_gdn
 
-    seams.replace(utils, "copy_kv_cache_blocks_inplace", copy_whole_pages)
-    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-        if runner in sys.modules:  # imported the name before it was replaced
-            seams.replace(sys.modules[runner], "copy_kv_cache_blocks_inplace", copy_whole_pages)
+    connectors = "vllm.distributed.kv_transfer.kv_connector.v1"
+    for owner, name, wrap, importers in (
+        (
+            utils,
+            "copy_kv_cache_blocks_inplace",
+            copy_whole_pages,
+            ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
+        ),
+        (
+            ssm_conv_transfer_utils,
+            "derive_mamba_conv_split",
+            split_as_gdn,
+            (f"{connectors}.nixl.base_worker", f"{connectors}.moriio.moriio_connector"),
+        ),
+    ):
+        seams.replace(owner, name, wrap)
+        for importer in importers:
+            if importer in sys.modules:  # imported the name before it was replaced
+                seams.replace(sys.modules[importer], name, wrap)
 
 
 def _wrap_model_configs(verdict: Verdict) -> None:
