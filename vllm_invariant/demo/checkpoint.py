@@ -6,16 +6,14 @@ a standard deviation of about 0.05, and the decay is slow enough that a token st
 than a thousand tokens later.
 """
 
-import inspect
 import json
-import pydoc
-import site
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm_invariant.demo.corpus import corpus
 
 TINY: dict[str, Any] = {
     "hidden_size": 256,
@@ -102,21 +100,6 @@ def make_checkpoint(path: Path, shape: Shape | None = None, *, tokenizer: bool =
     return path
 
 
-def corpus() -> list[str]:
-    """English text that ships with Python: its licence and its longest docstrings, longest first."""
-    texts = []
-    for candidate in (Path(sys.base_prefix) / "LICENSE", Path(inspect.__file__).parent / "LICENSE.txt"):
-        if candidate.is_file():
-            texts.append(candidate.read_text(errors="replace"))
-    texts.append(str(site.__doc__ or ""))
-    names = ("argparse", "collections", "datetime", "decimal", "doctest", "email", "heapq", "http.server")
-    names += ("logging", "pickle", "random", "statistics", "string", "tempfile", "typing", "unittest.mock")
-    for name in (*names, "asyncio", "json", "re", "subprocess", "socket", "threading", "zipfile"):
-        module = __import__(name, fromlist=["_"])
-        texts.append(pydoc.plain(pydoc.render_doc(module, renderer=pydoc.plaintext)))
-    return sorted((t for t in texts if t.strip()), key=len, reverse=True)
-
-
 def make_tokenizer(path: Path, vocab_size: int) -> None:
     """Train a byte-level BPE tokenizer of exactly ``vocab_size`` entries on `corpus`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -133,7 +116,5 @@ def make_tokenizer(path: Path, vocab_size: int) -> None:
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     fast.save_pretrained(path)

