@@ -55,7 +55,7 @@ class InvariantConfig:
                     f"known keys: {', '.join(sorted(known))}"
                 )
         config = cls(**options)
-        if config.gdn_arithmetic not in ARITHMETICS:
+        if config.gdn_arithmetic not in list(ARITHMETICS):  # a list: the value may be unhashable
             raise ValueError(
                 f"gdn_arithmetic={config.gdn_arithmetic!r} is not known; "
                 f"use one of: {', '.join(sorted(ARITHMETICS))}"

@@ -1,0 +1,3 @@
+from tests import properties
+
+properties.load_profile()
