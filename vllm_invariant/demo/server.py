@@ -51,18 +51,15 @@ def serve_command() -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of the server: the flag, and the means to empty the prefix cache."""
+    ours = {
+        "VLLM_BATCH_INVARIANT": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache; loopback only
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     # OpenMP threads that spin while another process holds their core slow a busy machine to a crawl.
-    return (
-        {"OMP_WAIT_POLICY": "passive"}
-        | os.environ
-        | {
-            "VLLM_BATCH_INVARIANT": "1",
-            "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache; loopback only
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-    )
+    return {"OMP_WAIT_POLICY": "passive"} | os.environ | ours
 
 
 def options(port: int) -> list[str]:
