@@ -53,7 +53,7 @@ def check_version(version: str, device_type: str) -> Verdict:
         device_type: vLLM's name for the platform: ``"cuda"``, ``"cpu"``, ...
 
     """
-    release = re.match(r"(\d+\.\d+)\.\d+(?![\w.]*(?:dev|rc))", version)
+    release = re.match(r"(\d+\.\d+)\.\d+(?![\w.]*(?:dev|rc|[ab]\d))", version)
     known = CPU_RELEASES if device_type == "cpu" else tuple(f"{s}.x" for s in CUDA_SERIES)
     if release is not None:
         if device_type == "cpu" and version.split("+")[0] in CPU_RELEASES:
@@ -62,8 +62,7 @@ def check_version(version: str, device_type: str) -> Verdict:
             return Verdict(True, f"vLLM {version} on CUDA")
     return Verdict(
         False,
-        f"vLLM {version} on {device_type} is not a release it was shown on "
-        f"(supported: {', '.join(known)})",
+        f"vLLM {version} on {device_type} is not a release it was shown on (supported: {', '.join(known)})",
     )
 
 
