@@ -1,0 +1,259 @@
+"""Every refusal names the option and the value that works, and that value is then accepted."""
+
+import copy
+import re
+from types import SimpleNamespace as Fake
+
+import pytest
+
+from vllm_invariant import preflight
+
+
+def engine() -> Fake:
+    """An engine config that preflight accepts, with the fields it reads and no others."""
+    return Fake(
+        model_config=Fake(
+            architecture="Qwen3_5ForCausalLM",
+            runner_type="generate",
+            dtype="torch.bfloat16",
+            quantization=None,
+        ),
+        cache_config=Fake(
+            mamba_ssm_cache_dtype="float32",
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            mamba_cache_mode="align",
+            block_size=320,
+            user_specified_block_size=False,
+            mamba_block_size=None,
+            prefix_match_unit=64,
+        ),
+        scheduler_config=Fake(
+            enable_chunked_prefill=True,
+            max_num_seqs=16,
+            max_num_batched_tokens=1024,
+            long_prefill_token_threshold=0,
+            scheduler_cls=None,
+        ),
+        parallel_config=Fake(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+        lora_config=None,
+        compilation_config=Fake(inductor_compile_config={}),
+        additional_config={},
+    )
+
+
+def changed(**fields) -> Fake:
+    """`engine` with fields set by path, ``cache_config__block_size=544`` and so on."""
+    config = engine()
+    for path, value in fields.items():
+        owner, name = config, path
+        if "__" in path:
+            section, name = path.split("__")
+            owner = getattr(config, section)
+        assert hasattr(owner, name), path
+        setattr(owner, name, value)
+    return config
+
+
+def refusal(config: Fake) -> str:
+    with pytest.raises(ValueError) as error:
+        preflight.check_engine(config)
+    message = str(error.value)
+    assert message.startswith("VLLM_BATCH_INVARIANT=1: ") and "; use " in message
+    return message
+
+
+def test_accepts_the_shown_engine():
+    assert preflight.check_engine(engine()).gdn_arithmetic == "chunk"
+
+
+# What is set, what the message must name, what it must say to use.
+REFUSALS = [
+    ({"model_config__architecture": "OlmoHybridForCausalLM"}, "OlmoHybridForCausalLM", "Qwen3_5ForCausalLM"),
+    ({"model_config__runner_type": "pooling"}, "--runner pooling", "--runner generate"),
+    ({"model_config__dtype": "torch.float16"}, "--dtype float16", "--dtype bfloat16"),
+    ({"model_config__quantization": "fp8"}, "--quantization fp8", "unquantized"),
+    (
+        {"cache_config__mamba_ssm_cache_dtype": "bfloat16"},
+        "--mamba-ssm-cache-dtype bfloat16",
+        "--mamba-ssm-cache-dtype float32",
+    ),
+    ({"cache_config__cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "--kv-cache-dtype auto"),
+    ({"cache_config__mamba_cache_mode": "all"}, "--mamba-cache-mode all", "--mamba-cache-mode align"),
+    (
+        {"cache_config__user_specified_block_size": True, "cache_config__block_size": 544},
+        "--block-size 544",
+        "--block-size 576",
+    ),
+    ({"cache_config__mamba_block_size": 264}, "--mamba-block-size 264", "--mamba-block-size 320"),
+    ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit 16", "--prefix-match-unit 64"),
+    (
+        {"scheduler_config__enable_chunked_prefill": False},
+        "--no-enable-chunked-prefill",
+        "--enable-chunked-prefill",
+    ),
+    (
+        {"scheduler_config__max_num_batched_tokens": 78},
+        "--max-num-batched-tokens 78",
+        "--max-num-batched-tokens 79 or more",
+    ),
+    (
+        {"scheduler_config__long_prefill_token_threshold": 63},
+        "--long-prefill-token-threshold 63",
+        "--long-prefill-token-threshold 64",
+    ),
+    ({"scheduler_config__scheduler_cls": "mine.Scheduler"}, "--scheduler-cls", "the default scheduler"),
+    ({"speculative_config": Fake()}, "speculative decoding", "no --speculative-config"),
+    ({"kv_transfer_config": Fake()}, "KV connector", "no --kv-transfer-config"),
+    ({"lora_config": Fake()}, "LoRA", "no --enable-lora"),
+    (
+        {"parallel_config__tensor_parallel_size": 2},
+        "--tensor-parallel-size 2",
+        "--tensor-parallel-size 1",
+    ),
+    (
+        {"parallel_config__pipeline_parallel_size": 2},
+        "--pipeline-parallel-size 2",
+        "--pipeline-parallel-size 1",
+    ),
+    ({"parallel_config__data_parallel_size": 2}, "--data-parallel-size 2", "--data-parallel-size 1"),
+    (
+        {"parallel_config__decode_context_parallel_size": 2},
+        "--decode-context-parallel-size 2",
+        "--decode-context-parallel-size 1",
+    ),
+    (
+        {"parallel_config__prefill_context_parallel_size": 2},
+        "--prefill-context-parallel-size 2",
+        "--prefill-context-parallel-size 1",
+    ),
+    (
+        {"additional_config": {"gdn_prefill_backend": "flashinfer"}},
+        'gdn_prefill_backend="flashinfer"',
+        'gdn_prefill_backend="triton"',
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "names", "works"), REFUSALS, ids=[r[1] for r in REFUSALS])
+def test_refusals(fields, names, works):
+    option, use = refusal(changed(**fields)).split("; use ")
+    assert names in option and works in use
+
+
+# The same, with the value that the message told the user to use.
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_config__user_specified_block_size": True, "cache_config__block_size": 576},
+        {"cache_config__mamba_block_size": 320},
+        {"scheduler_config__max_num_batched_tokens": 79},
+        {"scheduler_config__max_num_batched_tokens": 78, "scheduler_config__max_num_seqs": 15},
+        {"scheduler_config__long_prefill_token_threshold": 64},
+        {"cache_config__mamba_cache_mode": "none", "cache_config__enable_prefix_caching": False},
+        {"cache_config__cache_dtype": "bfloat16"},
+        {"additional_config": {"gdn_prefill_backend": "triton"}},
+        {"additional_config": None},
+    ],
+)
+def test_what_works_is_accepted(fields):
+    preflight.check_engine(changed(**fields))
+
+
+@pytest.mark.parametrize("field", ["block_size", "mamba_block_size", "prefix_match_unit"])
+def test_blocks_off_the_grid_are_harmless_without_prefix_caching(field):
+    """No state is cut at a block then."""
+    config = changed(
+        cache_config__enable_prefix_caching=False, cache_config__user_specified_block_size=True
+    )
+    setattr(config.cache_config, field, 544 + 8)
+    preflight.check_engine(config)
+
+
+def test_a_block_that_nobody_set_is_judged_later():
+    """Until then it is a minimum, not a size."""
+    preflight.check_engine(changed(cache_config__block_size=16))
+
+
+def test_unknown_option_of_ours():
+    with pytest.raises(ValueError, match="known keys: allow_untested_gpu, gdn_arithmetic"):
+        preflight.check_engine(changed(additional_config={"vllm_invariant": {"grid": 32}}))
+
+
+def unset() -> Fake:
+    """As a user leaves it."""
+    return changed(
+        cache_config__mamba_ssm_cache_dtype="auto",
+        cache_config__prefix_match_unit=None,
+        cache_config__block_size=16,
+    )
+
+
+def test_defaults_fill_in_what_was_left_open():
+    config = unset()
+    preflight.set_defaults(config)
+    cache = config.cache_config
+    assert cache.mamba_ssm_cache_dtype == "float32"
+    assert cache.prefix_match_unit == 64
+    assert (cache.block_size, cache.user_specified_block_size) == (64, True)
+    assert config.additional_config["gdn_prefill_backend"] == "triton"
+    preflight.check_engine(config)
+
+
+def test_defaults_are_the_same_the_second_time():
+    once, twice = unset(), unset()
+    preflight.set_defaults(once)
+    preflight.set_defaults(twice)
+    preflight.set_defaults(twice)
+    assert once == twice
+
+
+def test_defaults_keep_what_the_user_set():
+    config = changed(
+        cache_config__mamba_ssm_cache_dtype="bfloat16",
+        cache_config__prefix_match_unit=128,
+        cache_config__block_size=640,
+        cache_config__user_specified_block_size=True,
+        additional_config={"gdn_prefill_backend": "flashinfer"},
+    )
+    before = copy.deepcopy(config)
+    preflight.set_defaults(config)
+    assert config.cache_config == before.cache_config
+    assert config.additional_config == before.additional_config
+    assert "bfloat16" in refusal(config), "kept, then refused by name"
+
+
+def test_no_match_unit_without_prefix_caching():
+    config = changed(cache_config__enable_prefix_caching=False, cache_config__prefix_match_unit=None)
+    preflight.set_defaults(config)
+    assert config.cache_config.prefix_match_unit is None
+
+
+def test_inductor_chooses_nothing_by_timing():
+    config = unset()
+    preflight.set_defaults(config)
+    inductor = config.compilation_config.inductor_compile_config
+    assert inductor["deterministic"] is True and inductor["benchmark_combo_kernel"] is False
+
+
+@pytest.mark.parametrize(
+    ("block", "unit", "option", "works"),
+    [(544, 64, "--block-size 544", "--block-size 576"), (576, 32, "--prefix-match-unit 32", "64")],
+)
+def test_resolved_blocks_off_the_grid(block, unit, option, works):
+    with pytest.raises(ValueError, match=re.escape(option)) as error:
+        preflight.check_blocks(64, caching=True, block_size=block, hash_block_size=unit)
+    assert works in str(error.value).split("; use ")[1]
+    preflight.check_blocks(64, caching=False, block_size=block, hash_block_size=unit)
+
+
+def test_resolved_blocks_on_the_grid():
+    preflight.check_blocks(64, caching=True, block_size=576, hash_block_size=192)
