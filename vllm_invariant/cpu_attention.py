@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -94,7 +93,9 @@ class TiledCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             computed = lengths[i] - (last - first)
             for begin, end in tile_rows(computed, last - first):
                 tiles.append(
-                    Tile(first + begin, first + end, self._tile_metadata(step, i, computed + end, end - begin))
+                    Tile(
+                        first + begin, first + end, self._tile_metadata(step, i, computed + end, end - begin)
+                    )
                 )
         return TiledCPUAttentionMetadata(**vars(step), tiles=tiles)
 

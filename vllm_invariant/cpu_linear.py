@@ -58,6 +58,8 @@ def tile_dispatch(stock: Any) -> Any:
         chosen = layer.cpu_linear
         _kernels.append(lambda x, _, bias: chosen(x, weight, bias))
         index, out_features = len(_kernels) - 1, shape[0]
-        layer.cpu_linear = lambda x, _, bias: torch.ops.vllm_invariant.cpu_linear(x, bias, index, out_features)
+        layer.cpu_linear = lambda x, _, bias: torch.ops.vllm_invariant.cpu_linear(
+            x, bias, index, out_features
+        )
 
     return dispatch_cpu_unquantized_gemm

@@ -31,6 +31,11 @@ def in_engine(verdict: Verdict) -> None:
         MambaAttentionBackendEnum,
         register_backend,
     )
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.metrics import loggers
+
+    from vllm_invariant.metrics import add_stat_logger
+    from vllm_invariant.requests import check_inputs
 
     if _BACKEND_NAME not in MambaAttentionBackendEnum.__members__:
         MambaAttentionBackendEnum.register(_BACKEND_NAME, _BACKEND)
@@ -39,7 +44,8 @@ def in_engine(verdict: Verdict) -> None:
     seams.replace(SchedulerConfig, "get_scheduler_cls", _scheduler_cls)
     seams.replace(batch_invariant, "init_batch_invariance", _init_batch_invariance)
     _wrap_model_configs(verdict)
-    _export_metrics()
+    _replace_in(loggers, "load_stat_logger_plugin_factories", add_stat_logger, "vllm.v1.engine.async_llm")
+    seams.replace(InputProcessor, "process_inputs", check_inputs)
     logger.info("vllm-invariant is in place (%s).", verdict.reason)
 
 
@@ -79,49 +85,60 @@ def in_worker() -> None:
 
     if QwenGatedDeltaNetAttention.__name__ not in op_registry_oot:
         QwenGatedDeltaNetAttention.register_oot(InvariantQwenGatedDeltaNetAttention)
-    _replace_shared_helpers()
+    _on_every_worker()
     if current_platform.is_cuda():
         from vllm_invariant import cuda
 
         cuda.pin_norm()
         cuda.keep_remainders_out_of_decode_graphs()
     if current_platform.is_cpu():
-        from vllm.model_executor.layers import utils as layer_utils
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-
-        from vllm_invariant.cpu_conv import accept_one_token
-        from vllm_invariant.cpu_linear import tile_dispatch
-
-        seams.replace(gdn_attention, "_causal_conv1d_fwd_cpu", accept_one_token)
-        seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
+        _on_cpu_workers()
 
 
-def _replace_shared_helpers() -> None:
+def _on_every_worker() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import ssm_conv_transfer_utils
     from vllm.v1.worker import utils
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_invariant.block_copy import copy_whole_pages
     from vllm_invariant.kv_transfer import split_as_gdn
+    from vllm_invariant.sampling import hold_generators
 
+    seams.replace(GPUModelRunner, "sample_tokens", hold_generators)
+    _replace_in(
+        utils,
+        "copy_kv_cache_blocks_inplace",
+        copy_whole_pages,
+        "vllm.v1.worker.gpu_model_runner",
+        "vllm.v1.worker.gpu.model_runner",
+    )
     connectors = "vllm.distributed.kv_transfer.kv_connector.v1"
-    for owner, name, wrap, importers in (
-        (
-            utils,
-            "copy_kv_cache_blocks_inplace",
-            copy_whole_pages,
-            ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"),
-        ),
-        (
-            ssm_conv_transfer_utils,
-            "derive_mamba_conv_split",
-            split_as_gdn,
-            (f"{connectors}.nixl.base_worker", f"{connectors}.moriio.moriio_connector"),
-        ),
-    ):
-        seams.replace(owner, name, wrap)
-        for importer in importers:
-            if importer in sys.modules:  # imported the name before it was replaced
-                seams.replace(sys.modules[importer], name, wrap)
+    _replace_in(
+        ssm_conv_transfer_utils,
+        "derive_mamba_conv_split",
+        split_as_gdn,
+        f"{connectors}.nixl.base_worker",
+        f"{connectors}.moriio.moriio_connector",
+    )
+
+
+def _on_cpu_workers() -> None:
+    from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    from vllm_invariant.cpu_conv import accept_one_token
+    from vllm_invariant.cpu_linear import tile_dispatch
+
+    seams.replace(gdn_attention, "_causal_conv1d_fwd_cpu", accept_one_token)
+    seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
+
+
+def _replace_in(module: Any, name: str, wrap: Any, *importers: str) -> None:
+    """Replace a function where it is defined, and in modules that already imported its name."""
+    seams.replace(module, name, wrap)
+    for importer in importers:
+        if importer in sys.modules:
+            seams.replace(sys.modules[importer], name, wrap)
 
 
 def _wrap_model_configs(verdict: Verdict) -> None:

@@ -33,9 +33,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
 
         if current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-            cuda.pin_launches(
-                self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu
-            )
+            cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -2,15 +2,14 @@
 """The scheduler under batch invariance: stock's policy, on the grid.
 
 Stock decides who runs and for how many tokens.  `GridScheduler` only narrows the number, in the
-one hook both of stock's prefill paths pass through, and narrows what the prefix cache is told:
+one hook both of stock's prefill paths pass through:
 
 * a chunk that does not finish its prompt ends on the grid, in every cache mode;
 * a request that comes back from preemption gets its prompt by prefill, and then its own generated
   tokens by decode, one known token a step, as they were made the first time (*replay*);
-* only tokens of a prompt, computed by prefill, are published to the prefix cache (*provenance*).
+* the prefix cache follows the rules of `history`.
 
-The last two hold while the arithmetic's decode and prefill differ in bits.  Models without a Qwen
-GDN layer are scheduled exactly as stock would.
+Models without a Qwen GDN layer are scheduled exactly as stock would.
 """
 
 import functools
@@ -21,7 +20,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
-from vllm_invariant import backend, grid, preflight
+from vllm_invariant import backend, grid, metrics, preflight
+from vllm_invariant.history import HistoryMixin
 
 
 def has_qwen_gdn(kv_cache_config: Any) -> bool:
@@ -33,7 +33,7 @@ def has_qwen_gdn(kv_cache_config: Any) -> bool:
     )
 
 
-class GridSchedulerMixin(Scheduler):
+class GridSchedulerMixin(HistoryMixin):
     """Put in front of a stock scheduler class by `grid_scheduler_class`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,12 +51,8 @@ class GridSchedulerMixin(Scheduler):
         )
         self.aligned = self.need_mamba_block_aligned_split  # stock's rule, for cache mode "align"
         self.need_mamba_block_aligned_split = True
-        self._hit_limit: int | None = None
-        coordinator = self.kv_cache_manager.coordinator
-        self._stock_find_hit = coordinator.find_longest_cache_hit
-        self._stock_publish = coordinator.cache_blocks
-        coordinator.find_longest_cache_hit = self._find_hit
-        coordinator.cache_blocks = self._publish
+        self.counters = metrics.Counters()
+        self.install_history_rules()
 
     # --- chunk ends -------------------------------------------------------------------------
 
@@ -85,6 +81,7 @@ class GridSchedulerMixin(Scheduler):
                 # may as well stop inside the block, on the grid, and go on from there.
                 stock_end = min(end, grid.next_stop(start, self.cache_config.block_size))
             end = grid.chunk_end(start, stock_end, prompt_end, self.arithmetic.grid)
+        self.counters.grid_waits += end == start
         return end - start
 
     def _decode_tokens(self, request: Request, start: int, num_new_tokens: int) -> int:
@@ -100,14 +97,27 @@ class GridSchedulerMixin(Scheduler):
             RuntimeError: if a later clip moved a chunk end off the grid.  Wrong bits would follow.
 
         """
+        self._in_schedule = True
         output = super().schedule(*args, **kwargs)
+        self._in_schedule = False
         if self.invariant:
             self._check_chunk_ends(output)
+            self._count(output)
             # Model Runner V2 keeps this order among rows of one token, and the backend wants
             # decodes before a prompt's one-token remainder.
             tokens = output.num_scheduled_tokens
             output.num_scheduled_tokens = dict(sorted(tokens.items(), key=self._is_prefill))
         return output
+
+    def _count(self, output: SchedulerOutput) -> None:
+        if self.arithmetic.decode_equals_prefill:
+            return
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            end = request.num_computed_tokens
+            if end > request.num_prompt_tokens:
+                self.counters.replayed_tokens += end < request.num_tokens
+                self.counters.unpublished_decode_blocks += grid.is_on(end, self.cache_config.block_size)
 
     def _is_prefill(self, scheduled: tuple[str, int]) -> bool:
         request_id, tokens = scheduled
@@ -124,31 +134,10 @@ class GridSchedulerMixin(Scheduler):
                     f"tokens, off the {self.arithmetic.grid}-token grid"
                 )
 
-    # --- what the prefix cache is told, and what it may answer ---------------------------------
-
-    def _get_local_prefix_cache_hit(self, request: Request, *args: Any) -> Any:
-        # A resumed request may only hit its prompt: another prompt may contain the same tokens,
-        # prefilled, where this request's own were decoded.
-        replayed = request.num_output_tokens > 0 and not self.arithmetic_merges()
-        self._hit_limit = request.num_prompt_tokens - 1 if replayed else None
-        try:
-            return super()._get_local_prefix_cache_hit(request, *args)
-        finally:
-            self._hit_limit = None
-
-    def arithmetic_merges(self) -> bool:
-        """Whether decoded and prefilled tokens are interchangeable."""
-        return not self.invariant or self.arithmetic.decode_equals_prefill
-
-    def _find_hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any) -> Any:
-        if self._hit_limit is not None:
-            max_cache_hit_length = min(max_cache_hit_length, self._hit_limit)
-        return self._stock_find_hit(block_hashes, max_cache_hit_length, *args)
-
-    def _publish(self, request: Request, num_computed_tokens: int) -> None:
-        if not self.arithmetic_merges():
-            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
-        self._stock_publish(request, num_computed_tokens)
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Stock's statistics, with the project's totals."""
+        stats = super().make_stats(*args, **kwargs)
+        return metrics.attach(stats, self.counters) if self.invariant else stats
 
 
 @functools.cache

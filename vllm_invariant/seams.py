@@ -123,6 +123,32 @@ SEAMS = (
         "copy_kv_cache_blocks_inplace",
         ("kv_caches", "num_blocks", "kv_cache_block_copies"),
     ),
+    Seam(
+        "S14",
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._determine_batch_execution_and_padding",
+        ("self", "num_tokens", "num_reqs"),
+    ),
+    Seam(
+        "S15",
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.gather_batch_req_state",
+        ("self", "scheduler_output", "dummy_run"),
+    ),
+    Seam("S16", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("self",)),
+    Seam("S17", _SCHED, "Scheduler._preempt_request", ("self", "request")),
+    Seam("S17", _SCHED, "Scheduler.add_request", ("self", "request")),
+    Seam("S18", _SCHED, "Scheduler.make_stats", ("self",)),
+    Seam("S18", "vllm.v1.metrics.loggers", "load_stat_logger_plugin_factories", ()),
+    Seam("S19", "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("self", "request_id")),
+    Seam("S20", "vllm.third_party.flash_linear_attention.ops.layernorm_guard", "calc_rows_per_block"),
+    Seam(
+        "S21",
+        _LAYER,
+        "QwenGatedDeltaNetAttention._forward_core",
+        ("self", "mixed_qkv", "b", "a", "core_attn_out"),
+    ),
+    Seam("S21", _LAYER, "QwenGatedDeltaNetAttention._forward_core_decode_non_spec", ("self",)),
 )
 
 

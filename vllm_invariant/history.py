@@ -1,0 +1,125 @@
+# In a vLLM branch: vllm/v1/core/sched/scheduler.py and vllm/v1/core/kv_cache_coordinator.py.
+"""What a request's bits must not depend on: what happened to it, and what happened before it.
+
+These rules concern the prefix cache and requests that come back:
+
+* *provenance*: only tokens of a prompt, computed by prefill, are published to the prefix cache;
+* *replay*: a request that comes back from preemption may only hit its prompt, because another
+  prompt may hold, prefilled, the tokens that this request decoded;
+* nothing stays published that no step computed: a request preempted in the very step that was to
+  compute its chunk takes back what it had published for it;
+* a request that can never be served ends with an error instead of being started over for ever.
+
+The first two hold while the arithmetic's decode and prefill differ in bits.
+"""
+
+import logging
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import Request
+
+from vllm_invariant.arithmetic import Arithmetic
+from vllm_invariant.metrics import Counters
+
+logger = logging.getLogger("vllm.vllm_invariant")
+
+
+class HistoryMixin(Scheduler):
+    """The rules above, for a scheduler whose ``invariant`` is set."""
+
+    invariant: bool = False
+    arithmetic: Arithmetic
+    counters: Counters
+
+    def install_history_rules(self) -> None:
+        """Put the rules between the cache manager and its coordinator."""
+        self._hit_limit: int | None = None
+        self._in_schedule = False
+        self._last_alone: tuple[str, int] | None = None
+        coordinator = self.kv_cache_manager.coordinator
+        self._stock_find_hit = coordinator.find_longest_cache_hit
+        self._stock_publish = coordinator.cache_blocks
+        coordinator.find_longest_cache_hit = self._find_hit
+        coordinator.cache_blocks = self._publish
+
+    # --- what the prefix cache is told, and what it may answer ---------------------------------
+
+    def _publish(self, request: Request, num_computed_tokens: int) -> None:
+        if not self.arithmetic.decode_equals_prefill:
+            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+        self._stock_publish(request, num_computed_tokens)
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any) -> Any:
+        if not self.invariant:
+            return super()._get_local_prefix_cache_hit(request, *args)
+        if request.num_output_tokens > 0 and not self.arithmetic.decode_equals_prefill:
+            self._hit_limit = request.num_prompt_tokens - 1
+        try:
+            return super()._get_local_prefix_cache_hit(request, *args)
+        finally:
+            self._hit_limit = None
+
+    def _find_hit(self, block_hashes: Any, max_cache_hit_length: int, *args: Any) -> Any:
+        if self._hit_limit is not None:
+            max_cache_hit_length = min(max_cache_hit_length, self._hit_limit)
+        blocks, hit, uncached = self._stock_find_hit(block_hashes, max_cache_hit_length, *args)
+        self.counters.floored_hit_tokens += uncached
+        return blocks, hit, uncached
+
+    # --- preemption --------------------------------------------------------------------------
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self.invariant:
+            self._take_back(request)
+        super()._preempt_request(request, *args, **kwargs)
+        if self.invariant and self._in_schedule and not self.running:
+            # It made room for itself, with nobody left to make more.  The second time without a
+            # new token, it would be computed up to here for ever.
+            alone = (request.request_id, request.num_tokens)
+            if alone == self._last_alone:
+                self._fail(request, "needs more KV cache than the engine has")
+            self._last_alone = alone
+
+    def _take_back(self, request: Request) -> None:
+        """Withdraw what was published for tokens that no step has been handed.
+
+        Under priority scheduling a request can be preempted in the step that had just scheduled
+        its chunk: its blocks are already published, and its chunk is dropped from the step.
+        """
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            for i, block in enumerate(manager.req_to_blocks.get(request.request_id, ())):
+                if block.is_null or block.block_hash is None:
+                    continue
+                end = block.block_hash_num_tokens or (i + 1) * manager.block_size
+                if end > request.num_computed_tokens:
+                    manager.block_pool._maybe_evict_cached_block(block)
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Stock's, then an error at once for a prompt that could not be held even alone."""
+        super().add_request(request)
+        if not self.invariant:
+            return
+        need, have = self.blocks_needed(request), self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        if need > have:
+            self._fail(request, f"needs {need} KV-cache blocks for its prompt and the engine has {have}")
+
+    def blocks_needed(self, request: Request) -> int:
+        """Blocks that a request's prompt holds at its widest, served alone.
+
+        Attention keeps every block.  A state layer keeps the block it reads, the one it writes,
+        and a private copy of one that it hit half-way.
+        """
+        need = 0
+        for group in self.kv_cache_config.kv_cache_groups:
+            blocks = -(-(request.num_prompt_tokens + 1) // group.kv_cache_spec.block_size)
+            need += min(blocks, 2) if isinstance(group.kv_cache_spec, MambaSpec) else blocks
+        return need
+
+    def _fail(self, request: Request, why: str) -> None:
+        """Finish a waiting request with an error in the next step's outputs."""
+        logger.error("Request %s %s; it is rejected.", request.request_id, why)
+        self.encoder_cache_mismatch_reqs.add(request.request_id)  # stock's list of such requests
