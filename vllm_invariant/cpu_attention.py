@@ -9,6 +9,7 @@ row's tile depends on nothing but its request.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,14 +90,11 @@ class TiledCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = step.seq_lens.tolist()
         tiles = []
-        for i, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+        for i, (first, last) in enumerate(pairwise(starts)):
             computed = lengths[i] - (last - first)
             for begin, end in tile_rows(computed, last - first):
-                tiles.append(
-                    Tile(
-                        first + begin, first + end, self._tile_metadata(step, i, computed + end, end - begin)
-                    )
-                )
+                metadata = self._tile_metadata(step, i, computed + end, end - begin)
+                tiles.append(Tile(first + begin, first + end, metadata))
         return TiledCPUAttentionMetadata(**vars(step), tiles=tiles)
 
     def _tile_metadata(
