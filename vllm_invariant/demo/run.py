@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,12 +57,14 @@ def _bar(console: Console) -> Iterator[Bar]:
 
 
 def _checkpoint(folder: Path) -> Path:
-    from transformers.utils import logging
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="fla")  # transformers imports it; no kernel of it runs
+        from transformers.utils import logging
 
-    from vllm_invariant.demo.checkpoint import make_checkpoint
+        from vllm_invariant.demo.checkpoint import make_checkpoint
 
-    logging.disable_progress_bar()
-    return make_checkpoint(folder / "tiny")
+        logging.disable_progress_bar()
+        return make_checkpoint(folder / "tiny")
 
 
 def _ask(server: Server, wanted: Sequence[Axis], prompts: PromptSet, bar: Bar) -> list[Outcome]:
