@@ -1,0 +1,80 @@
+"""Engines for the end-to-end determinism tests: one at a time, on each attention backend of the device."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import CPU, GPU
+from tests.harness import device
+from tests.harness.engine import Engine, Engines
+from tests.v1.determinism.settings import Settings
+
+# vLLM reads some of these while it is imported, so a fixture would set them too late.
+os.environ.update(device.ENVIRONMENT)
+
+Build = Callable[..., Engine]
+
+BACKENDS = [
+    pytest.param("CPU_ATTN", marks=[pytest.mark.engine, *CPU]),
+    pytest.param("FLASH_ATTN", marks=[pytest.mark.engine, *GPU]),
+    pytest.param("TRITON_ATTN", marks=[pytest.mark.engine, *GPU]),
+]
+
+
+@pytest.fixture(scope="session")
+def settings() -> Settings:
+    """Sizes and options, from the environment."""
+    return Settings.read()
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """An attention backend of this device."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def models(settings: Settings, checkpoint: Path) -> Iterator[Callable[[str | None], Engines]]:
+    """The engine builder of a checkpoint, the random one for None.  Only the last one asked has an engine."""
+    builders: dict[str, Engines] = {}
+
+    def get(model: str | None) -> Engines:
+        name = model or str(checkpoint)
+        for other, builder in builders.items():
+            if other != name:
+                builder.close()
+        return builders.setdefault(name, Engines(Path(name)))
+
+    yield get
+    for builder in builders.values():
+        builder.close()
+
+
+@pytest.fixture(scope="session")
+def engine(models: Callable[[str | None], Engines], settings: Settings, backend: str) -> Build:
+    """Builds, or finds, an engine of the suite's options and these further ones."""
+    return lambda **options: models(settings.model).get(**settings.engine_options(backend), **options)
+
+
+@pytest.fixture(scope="session")
+def caching_engine(models: Callable[[str | None], Engines], settings: Settings, backend: str) -> Build:
+    """The same for the prefix-cache tests."""
+    options = settings.engine_options(backend) | {"enable_prefix_caching": True}
+    return lambda **further: models(settings.prefix_cache_model).get(**options, **further)
+
+
+@contextmanager
+def budget(engine: Engine, tokens: int) -> Iterator[None]:
+    """Let the scheduler spend ``tokens`` a step, without another engine for it."""
+    scheduler: Any = engine.scheduler
+    stock = scheduler.max_num_scheduled_tokens
+    assert tokens <= stock, f"the engine was built for {stock} tokens a step"
+    scheduler.max_num_scheduled_tokens = tokens
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = stock
