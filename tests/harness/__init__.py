@@ -1,0 +1,1 @@
+"""What the engine tests stand on: engines, recorders, bitwise comparison, other processes."""

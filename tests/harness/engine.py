@@ -1,0 +1,221 @@
+"""In-process engines on a tiny checkpoint, driven step by step."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.harness import device
+from tests.harness.compare import Result
+from tests.harness.record import Recorder
+
+DEFAULTS: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 1024,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": True,
+    "enforce_eager": True,
+    "max_logprobs": 20,
+    "seed": 0,
+}
+
+# One request at a time, no cache, every prompt in one step: what all other runs are compared with.
+SOLO: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": 4096, "max_num_seqs": 1}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.  ``at`` is the engine step before which it is added."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    at: int = 0
+    temperature: float = 0.0
+    seed: int | None = None
+
+
+@dataclass
+class Run:
+    """Finished requests, in the order asked, and what the scheduler did for them."""
+
+    results: list[Result]
+    ids: list[str]
+    record: Recorder
+
+
+def asks(prompts: Sequence[Sequence[int]], max_tokens: int = 8, at: int = 0) -> list[Ask]:
+    """The same request for each prompt."""
+    return [Ask(tuple(p), max_tokens, at) for p in prompts]
+
+
+class Engine:
+    """One `vllm.LLM` and a `Recorder` on its scheduler."""
+
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
+        device.activate()
+        from vllm import LLM
+
+        self.options = options
+        self.llm = LLM(str(model), **{**DEFAULTS, **device.OPTIONS, **options})
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.record = Recorder(self.scheduler)
+        self._asked = 0
+
+    @property
+    def block(self) -> int:
+        """Tokens of a scheduler block."""
+        return self.scheduler.block_size
+
+    @property
+    def unit(self) -> int:
+        """Tokens between positions a prefix-cache hit can land on."""
+        return self.scheduler.hash_block_size
+
+    @property
+    def runner(self) -> Any:
+        """The model runner in this process."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def layer(self, name: str) -> Any:
+        """A module of the model, by its dotted name below the decoder layers."""
+        return self.runner.get_model().get_submodule(f"model.layers.{name}")
+
+    def reset(self) -> None:
+        """Forget the prefix cache."""
+        assert self.llm.reset_prefix_cache(), "the prefix cache is still in use"
+
+    def run(self, requests: Sequence[Ask], during: Callable[[int], None] | None = None) -> Run:
+        """Run requests to the end, calling ``during(step)`` before each engine step.
+
+        Raises:
+            AssertionError: if the engine makes no progress for 20,000 steps.
+
+        """
+        self.record.clear()
+        engine = self.llm.llm_engine
+        pending = sorted(range(len(requests)), key=lambda i: requests[i].at)
+        ids: dict[int, str] = {}
+        done: dict[str, Any] = {}
+        for step in range(20_000):
+            while pending and requests[pending[0]].at <= step:
+                i = pending.pop(0)
+                ids[i] = self._add(requests[i])
+            if not pending and not engine.has_unfinished_requests():
+                break
+            if during is not None:
+                during(step)
+            for output in engine.step():
+                done[output.request_id] = output
+        else:
+            raise AssertionError(f"{len(requests) - len(done)} requests never finished")
+        results = [_result(done[str(self._number(ids[i]))]) for i in range(len(requests))]
+        return Run(results, [ids[i] for i in range(len(requests))], self.record)
+
+    def alone(self, requests: Sequence[Ask], *, keep_cache: bool = False) -> list[Result]:
+        """Each request alone; from an empty cache unless told otherwise."""
+        results = []
+        for request in requests:
+            if not keep_cache:
+                self.reset()
+            results += self.run([request]).results
+        return results
+
+    def _number(self, request_id: str) -> str:
+        return request_id.split("-")[0]
+
+    def _add(self, request: Ask) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            logprobs=20,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._asked += 1
+        return self.llm.llm_engine.add_request(
+            str(self._asked), {"prompt_token_ids": list(request.prompt)}, params
+        )
+
+    def close(self) -> None:
+        """Free the model, the cache and the process groups."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.core, self.scheduler, self.record
+        gc.collect()
+
+
+def _result(output: Any) -> Result:
+    completion = output.outputs[0]
+    return Result.of(
+        completion.token_ids,
+        [{token: entry.logprob for token, entry in position.items()} for position in completion.logprobs],
+        output.num_cached_tokens or 0,
+    )
+
+
+class Engines:
+    """At most one live engine.  Asking for other options closes it and builds another."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.built = 0
+        self._live: Engine | None = None
+        self._block = 0
+        self._solo: dict[Ask, Result] = {}
+
+    def get(self, **options: Any) -> Engine:
+        """An engine with these options and an empty prefix cache."""
+        if self._live is None or self._live.options != options:
+            self.close()
+            self._live = Engine(self.model, options)
+            self.built += 1
+        self._live.reset()
+        return self._live
+
+    @property
+    def block(self) -> int:
+        """Tokens of the block a default engine settles on.  Never assumed."""
+        if not self._block:
+            self._block = self.get().block
+        return self._block
+
+    def config(self, **options: Any) -> Any:
+        """The checked engine config alone: everything that is refused before a model is loaded."""
+        device.activate()
+        from vllm.engine.arg_utils import EngineArgs
+
+        return EngineArgs(str(self.model), **{**DEFAULTS, **device.OPTIONS, **options}).create_engine_config()
+
+    @contextmanager
+    def fresh(self, **options: Any) -> Iterator[Engine]:
+        """An engine nobody else gets to see, for tests that turn a rule off in it."""
+        self.close()
+        try:
+            yield self.get(**options)
+        finally:
+            self.close()
+
+    def solo(self, requests: Sequence[Ask]) -> list[Result]:
+        """What each request gets alone, in one step, without a cache.  Computed once a session."""
+        keys = [Ask(r.prompt, r.max_tokens, 0, r.temperature, r.seed) for r in requests]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._solo]
+        if missing:
+            engine = self.get(**SOLO)
+            for key in missing:
+                run = engine.run([key])
+                assert run.record.chunk_ends(run.ids[0]) == [len(key.prompt)], "SOLO takes one step"
+                self._solo[key] = run.results[0]
+        return [self._solo[key] for key in keys]
+
+    def close(self) -> None:
+        """Close the live engine, if there is one."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
