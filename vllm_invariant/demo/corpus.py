@@ -48,7 +48,6 @@ MODULES = (
     "tempfile",
     "textwrap",
     "threading",
-    "typing",
     "unittest.case",
     "unittest.mock",
     "urllib.request",
