@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vllm_invariant.ops import launch
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -38,6 +40,7 @@ _GDN = "vllm.v1.attention.backends.gdn_attn"
 _LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
+_FLA = "vllm.third_party.flash_linear_attention.ops"
 
 SEAMS = (
     Seam("S1", _REGISTRY, "MambaAttentionBackendEnum.register", ("cls", "name", "value")),
@@ -58,6 +61,12 @@ SEAMS = (
             "fast_build",
         ),
     ),
+    Seam(
+        "S3",
+        "vllm.v1.attention.backends.utils",
+        "compute_causal_conv1d_metadata",
+        ("query_start_loc_p_cpu", "device"),
+    ),
     Seam("S4", "vllm.config.scheduler", "SchedulerConfig.get_scheduler_cls", ("self",)),
     Seam(
         "S5",
@@ -72,6 +81,7 @@ SEAMS = (
         ),
     ),
     Seam("S5", _SCHED, "Scheduler.schedule", ("self",)),
+    Seam("S5", _SCHED, "Scheduler.__init__", ("self", "vllm_config", "kv_cache_config")),
     Seam("S6", _SCHED, "Scheduler._get_local_prefix_cache_hit", ("self", "request")),
     Seam(
         "S6",
@@ -86,6 +96,12 @@ SEAMS = (
         ("self", "request", "num_computed_tokens"),
     ),
     Seam("S7", "vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
+    Seam(
+        "S7",
+        "vllm.model_executor.models.config",
+        "VerifyAndUpdateConfig.verify_and_update_config",
+        ("vllm_config",),
+    ),
     Seam("S8", "vllm.model_executor.determinism.batch_invariant", "init_batch_invariance", ()),
     Seam(
         "S9",
@@ -99,6 +115,7 @@ SEAMS = (
         "CPUAttentionBackendImpl.forward",
         ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     ),
+    Seam("S9", "vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_heads")),
     Seam(
         "S10",
         "vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils",
@@ -138,17 +155,25 @@ SEAMS = (
     Seam("S16", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("self",)),
     Seam("S17", _SCHED, "Scheduler._preempt_request", ("self", "request")),
     Seam("S17", _SCHED, "Scheduler.add_request", ("self", "request")),
+    Seam("S17", "vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block", ("self", "block")),
+    Seam("S17", "vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash_num_tokens", ("self",)),
     Seam("S18", _SCHED, "Scheduler.make_stats", ("self",)),
     Seam("S18", "vllm.v1.metrics.loggers", "load_stat_logger_plugin_factories", ()),
     Seam("S19", "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("self", "request_id")),
-    Seam("S20", "vllm.third_party.flash_linear_attention.ops.layernorm_guard", "calc_rows_per_block"),
+    Seam("S20", f"{_FLA}.layernorm_guard", "calc_rows_per_block", ("M", "device")),
     Seam(
         "S21",
         _LAYER,
         "QwenGatedDeltaNetAttention._forward_core",
         ("self", "mixed_qkv", "b", "a", "core_attn_out"),
     ),
-    Seam("S21", _LAYER, "QwenGatedDeltaNetAttention._forward_core_decode_non_spec", ("self",)),
+    Seam(
+        "S21",
+        _LAYER,
+        "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
+        ("self", "mixed_qkv", "b", "a", "core_attn_out", "attn_metadata"),
+    ),
+    *(Seam("S22", f"{_FLA}.{module}", kernel) for module, kernel in launch.KERNELS.values()),
 )
 
 

@@ -171,9 +171,7 @@ def test_what_works_is_accepted(fields):
 @pytest.mark.parametrize("field", ["block_size", "mamba_block_size", "prefix_match_unit"])
 def test_blocks_off_the_grid_are_harmless_without_prefix_caching(field):
     """No state is cut at a block then."""
-    config = changed(
-        cache_config__enable_prefix_caching=False, cache_config__user_specified_block_size=True
-    )
+    config = changed(cache_config__enable_prefix_caching=False, cache_config__user_specified_block_size=True)
     setattr(config.cache_config, field, 544 + 8)
     preflight.check_engine(config)
 
