@@ -49,7 +49,7 @@ def tile_dispatch(stock: Any) -> Any:
     """Wrap stock's choice of a CPU kernel for a layer, to call what it chose in row tiles."""
 
     @functools.wraps(stock)
-    def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         shape = tuple(layer.weight.shape)
         stock(layer, remove_weight)
         if len(shape) != 2 or not hasattr(layer, "cpu_linear"):

@@ -36,9 +36,9 @@ def define_missing_schemas(package_dir: Path) -> bool:
     """
     import torch
 
-    for library in sorted(package_dir.glob("_C*.so")):
+    for binary in sorted(package_dir.glob("_C*.so")):
         try:
-            torch.ops.load_library(str(library))
+            torch.ops.load_library(str(binary))
             return False
         except OSError:
             continue

@@ -153,7 +153,7 @@ def _wrap_model_configs(verdict: Verdict) -> None:
 
 
 def _model_config(stock: Any, verdict: Verdict) -> Any:
-    class InvariantModelConfig(stock):  # type: ignore[misc]
+    class InvariantModelConfig(stock):
         vllm_invariant = True
 
         @classmethod

@@ -36,6 +36,8 @@ def has_qwen_gdn(kv_cache_config: Any) -> bool:
 class GridSchedulerMixin(HistoryMixin):
     """Put in front of a stock scheduler class by `grid_scheduler_class`."""
 
+    need_mamba_block_aligned_split: bool
+
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.invariant = has_qwen_gdn(kv_cache_config)

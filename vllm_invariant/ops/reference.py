@@ -141,8 +141,9 @@ def chunk_gated_delta_rule(
     g, beta = (F.pad(x, (0, pad)) for x in (g, beta))
     outputs = []
     for start in range(0, tokens, CHUNK):
-        chunk = [x[:, :, start : start + CHUNK].contiguous() for x in (q, k, v, g, beta)]
-        out, state = _chunk(*chunk, state)
+        rows = slice(start, start + CHUNK)
+        q_c, k_c, v_c, g_c, beta_c = (x[:, :, rows].contiguous() for x in (q, k, v, g, beta))
+        out, state = _chunk(q_c, k_c, v_c, g_c, beta_c, state)
         outputs.append(out)
     out = torch.cat(outputs, dim=2)[:, :, :tokens] if outputs else v
     return out.transpose(1, 2).contiguous(), state
