@@ -6,11 +6,15 @@ These rules concern the prefix cache and requests that come back:
 * *provenance*: only tokens of a prompt, computed by prefill, are published to the prefix cache;
 * *replay*: a request that comes back from preemption may only hit its prompt, because another
   prompt may hold, prefilled, the tokens that this request decoded;
-* nothing stays published that no step computed: a request preempted in the very step that was to
-  compute its chunk takes back what it had published for it;
 * a request that can never be served ends with an error instead of being started over for ever.
 
 The first two hold while the arithmetic's decode and prefill differ in bits.
+
+Stock publishes a chunk's blocks when it schedules the chunk.  That is early, yet no reader comes
+before the writer: workers execute steps in the order they were scheduled, also after an abort.  The
+one chunk that is dropped again belongs to a request preempted in the same step (priority scheduling),
+and whoever displaced it takes, first of all, the last block it had freed, without which no hit can
+end where the dropped chunk would have.
 """
 
 import logging
@@ -71,30 +75,14 @@ class HistoryMixin(Scheduler):
     # --- preemption --------------------------------------------------------------------------
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if self.invariant:
-            self._take_back(request)
         super()._preempt_request(request, *args, **kwargs)
         if self.invariant and self._in_schedule and not self.running:
-            # It made room for itself, with nobody left to make more.  The second time without a
-            # new token, it would be computed up to here for ever.
+            # It made room for itself, with nobody left to make more.  It would wait for ever, or the
+            # second time without a new token, be computed up to here for ever.
             alone = (request.request_id, request.num_tokens)
-            if alone == self._last_alone:
+            if alone == self._last_alone or self.blocks_needed(request.num_tokens) > self.capacity:
                 self._fail(request, "needs more KV cache than the engine has")
             self._last_alone = alone
-
-    def _take_back(self, request: Request) -> None:
-        """Withdraw what was published for tokens that no step has been handed.
-
-        Under priority scheduling a request can be preempted in the step that had just scheduled
-        its chunk: its blocks are already published, and its chunk is dropped from the step.
-        """
-        for manager in self.kv_cache_manager.coordinator.single_type_managers:
-            for i, block in enumerate(manager.req_to_blocks.get(request.request_id, ())):
-                if block.is_null or block.block_hash is None:
-                    continue
-                end = block.block_hash_num_tokens or (i + 1) * manager.block_size
-                if end > request.num_computed_tokens:
-                    manager.block_pool._maybe_evict_cached_block(block)
 
     # --- admission -----------------------------------------------------------------------------
 
@@ -103,19 +91,25 @@ class HistoryMixin(Scheduler):
         super().add_request(request)
         if not self.invariant:
             return
-        need, have = self.blocks_needed(request), self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        if need > have:
-            self._fail(request, f"needs {need} KV-cache blocks for its prompt and the engine has {have}")
+        need = self.blocks_needed(request.num_prompt_tokens)
+        if need > self.capacity:
+            self._fail(
+                request, f"needs {need} KV-cache blocks for its prompt; the engine has {self.capacity}"
+            )
 
-    def blocks_needed(self, request: Request) -> int:
-        """Blocks that a request's prompt holds at its widest, served alone.
+    @property
+    def capacity(self) -> int:
+        """Blocks that requests can have; the filler block is nobody's."""
+        return self.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
-        Attention keeps every block.  A state layer keeps the block it reads, the one it writes,
-        and a private copy of one that it hit half-way.
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that a request of ``num_tokens`` and the next one holds at its widest, served alone.
+
+        Attention keeps every block; a state layer keeps the block it reads and the one it writes.
         """
         need = 0
         for group in self.kv_cache_config.kv_cache_groups:
-            blocks = -(-(request.num_prompt_tokens + 1) // group.kv_cache_spec.block_size)
+            blocks = -(-(num_tokens + 1) // group.kv_cache_spec.block_size)
             need += min(blocks, 2) if isinstance(group.kv_cache_spec, MambaSpec) else blocks
         return need
 

@@ -155,8 +155,6 @@ SEAMS = (
     Seam("S16", "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("self",)),
     Seam("S17", _SCHED, "Scheduler._preempt_request", ("self", "request")),
     Seam("S17", _SCHED, "Scheduler.add_request", ("self", "request")),
-    Seam("S17", "vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block", ("self", "block")),
-    Seam("S17", "vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash_num_tokens", ("self",)),
     Seam("S18", _SCHED, "Scheduler.make_stats", ("self",)),
     Seam("S18", "vllm.v1.metrics.loggers", "load_stat_logger_plugin_factories", ()),
     Seam("S19", "vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("self", "request_id")),
