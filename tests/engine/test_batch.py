@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from tests.harness import device
 from tests.harness.compare import assert_same
 from tests.harness.engine import Ask, Engines, asks
 from tests.harness.prompts import prompts
@@ -29,18 +28,18 @@ def test_alone_together_and_shuffled(engines: Engines, caching: bool) -> None:
         run = engine.run([requests[i] for i in indices])
         assert run.record.shared_prefills() == len(requests), "all prompts share the first step"
         assert_same([expected[i] for i in indices], run.results, f"order {order}")
-    assert_same(expected, engine.alone(requests), "alone in an engine for many")
+    distinct = requests[: len(LENGTHS)] + requests[-1:]
+    assert_same(engines.solo(distinct), engine.alone(distinct), "alone in an engine for many")
 
 
-def test_seeded_sampling(engines: Engines) -> None:
-    """Sampled tokens follow the request's own seed, not its neighbours."""
-    requests = [Ask(tuple(p), 8, temperature=0.8, seed=7 + i) for i, p in enumerate(F02[:8])]
+@pytest.mark.parametrize("caching", [False, True], ids=["no-cache", "cache"])
+def test_seeded_sampling(engines: Engines, caching: bool) -> None:
+    """Sampled tokens follow the request's own seed: not its neighbours, not its chunks."""
+    requests = [Ask(tuple(p), 8, temperature=0.8, seed=7 + i) for i, p in enumerate(F02[:11])]
     expected = engines.solo(requests)
-    greedy = engines.solo(asks(F02[:8]))
+    greedy = engines.solo(asks(F02[:11]))
     assert all(a.tokens != b.tokens for a, b in zip(expected, greedy, strict=True)), "nothing was sampled"
-    engine = engines.get(
-        enable_prefix_caching=device.CUT_SEEDED, max_num_seqs=64, max_num_batched_tokens=8192
-    )
-    run = engine.run(requests)
-    assert run.record.shared_prefills() == len(requests)
+    run = engines.get(enable_prefix_caching=caching, max_num_batched_tokens=256).run(requests)
+    assert run.record.shared_prefills() > 4
+    assert max(len(run.record.chunk_ends(i)) for i in run.ids) > 1, "no prompt was cut"
     assert_same(expected, run.results)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 def test_an_early_token_still_counts_a_thousand_tokens_later(engines: Engines) -> None:
     """Changing token 3 of 1,000 changes the last position's logprobs."""
     original = prompt(1000)
-    changed = original[:3] + [original[3] % 1000 + 1] + original[4:]
+    changed = [*original[:3], original[3] % 1000 + 1, *original[4:]]
     assert changed != original
     a, b = engines.solo(asks([original, changed], max_tokens=1))
     assert a.logprobs[-1] != b.logprobs[-1]

@@ -1,9 +1,10 @@
 """All that differs between the CPU engine and a GPU.  Nothing else in the engine tests asks."""
 
-import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 NAME = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,10 +22,6 @@ ENVIRONMENT = {
 # Cache memory of one engine: about 170,000 tokens of the tiny model.
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20}
 
-# Whether a request with a seed of its own may be prefilled in several chunks.  Stock's CPU engine
-# dies of it: it asks torch's CPU generator for an offset, which only the CUDA one has.
-CUT_SEEDED = NAME == "cuda"
-
 # Classes expected in an engine under the flag.
 ATTENTION_IMPL = {"cpu": "TiledCPUAttentionImpl", "cuda": "FlashAttentionImpl"}[NAME]
 
@@ -37,20 +34,29 @@ def activate() -> None:
     register()
 
 
-def stock_attention(patch: Any) -> None:
-    """Rule off: stock's attention kernel on the whole step at once."""
-    if NAME == "cpu":
-        patch.delattr(
-            importlib.import_module("vllm_invariant.cpu_attention").TiledCPUAttentionImpl, "forward"
-        )
-    else:
-        raise NotImplementedError("no attention rule of ours on this device")
+# Stock's CPU chunk kernel rounds a bfloat16 state after every 64 tokens, cut there or not.
+ROUNDS_A_NARROW_STATE_AT_CUTS = NAME == "cuda"
 
 
-def stock_linear(patch: Any) -> None:
-    """Rule off: linear layers see all rows of the step at once."""
-    if NAME == "cpu":
-        module = importlib.import_module("vllm_invariant.cpu_linear")
-        patch.setattr(module, "run_tiled", lambda kernel, x, bias: kernel(x, None, bias))
-    else:
-        raise NotImplementedError("no linear rule of ours on this device")
+# --- rules that only this device needs, and how to turn each off ------------------------------------
+
+
+def _stock_cpu_attention(patch: pytest.MonkeyPatch) -> None:
+    """Stock's kernel tiles the whole step at once."""
+    from vllm_invariant.cpu_attention import TiledCPUAttentionImpl
+
+    patch.delattr(TiledCPUAttentionImpl, "forward")
+
+
+def _whole_step_linears(patch: pytest.MonkeyPatch) -> None:
+    """Linear kernels see all rows of the step at once."""
+    from vllm_invariant import cpu_linear
+
+    patch.setattr(cpu_linear, "run_tiled", lambda kernel, x, bias: kernel(x, None, bias))
+
+
+# Each is guarded by the batch axis: with it off, requests that share a step differ from SOLO.
+BATCH_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cpu": {"attention tiles": _stock_cpu_attention, "linear tiles": _whole_step_linears},
+    "cuda": {},
+}[NAME]

@@ -123,6 +123,16 @@ class Engine:
             results += self.run([request]).results
         return results
 
+    def start_and_abort(self, request: Ask, steps: int) -> None:
+        """Run a request for some engine steps, then abort it."""
+        request_id = self._add(request)
+        for _ in range(steps):
+            self.llm.llm_engine.step()
+        assert request_id in self.scheduler.requests, "it had finished already"
+        self.llm.llm_engine.abort_request([request_id], internal=True)
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
     def _number(self, request_id: str) -> str:
         return request_id.split("-")[0]
 
