@@ -27,6 +27,12 @@ OFF, BLOCK, GRID = "off", "on, whole blocks", "on, 64-token grid"
 COLD = "cold"
 FIGURES = ("mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms")
 
+# Of every measurement.
+COMMON = (
+    *("--served-model-name", servers.NAME, "--dataset-name", "prefix_repetition"),
+    *("--ignore-eos", "--temperature", "0"),
+)
+
 # Median TTFT against no cache, at concurrency 16, that should at most be seen.
 GOALS = {BLOCK: 0.70, GRID: 0.35}
 COLD_GOAL = 1.03  # finer hits against whole blocks
@@ -106,17 +112,9 @@ def plan(running: dict[str, BenchServer], model: Path, args: argparse.Namespace)
         order = list(running.items())
         for name, server in order if i % 2 == 0 else order[::-1]:
             for number, (workload, arguments) in enumerate(workloads.items()):
-                common = (
-                    "--base-url",
-                    server.url,
-                    "--model",
-                    str(model),
-                    "--served-model-name",
-                    servers.NAME,
-                )
-                common += ("--dataset-name", "prefix_repetition", "--ignore-eos", "--temperature", "0")
-                common += ("--seed", str(1000 + 10 * i + number))
-                jobs.append(Measurement(name, workload, i, common + arguments))
+                seed = 1000 + 10 * i + number
+                address = ("--base-url", server.url, "--model", str(model), "--seed", str(seed))
+                jobs.append(Measurement(name, workload, i, (*address, *COMMON, *arguments)))
     return jobs
 
 

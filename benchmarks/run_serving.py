@@ -3,9 +3,10 @@
     python -m benchmarks.run_serving --shape design8
 
 Modes: stock vLLM and vLLM with the plugin, both without the flag; under the flag, stock with nothing but
-its support answer changed, and the plugin.  Prefix caching is off in all four: stock has no cache blocks
-on the token grid.  Rounds go through the modes in turn, forwards and backwards, so that a machine that
-gets slower or faster does not favour one; a figure is the median of the rounds.
+its support answer changed, and the plugin.  Prefix caching is off in all four: stock's cache blocks do not
+lie on the token grid, so hits would have other lengths.  Rounds go through the modes in turn, forwards and
+backwards, so that a machine that gets slower or faster does not favour one; a figure is the median of the
+rounds.
 """
 
 import argparse

@@ -30,10 +30,10 @@ def _traced_choice(stock: Any) -> Any:
 
 
 @functools.cache
-def traced_class(base: type) -> type:
+def traced_class(base: Any) -> type:
     """A scheduler that also writes each step down."""
 
-    class Traced(base):  # type: ignore[misc, valid-type]
+    class Traced(base):
         trace: TextIO | None = None
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.v1.determinism.test_batch_invariance import companions, needles
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, *GPU]
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+RUNNER, BREAKABLE = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 Models = Callable[[str | None], Engines]
 
@@ -29,7 +29,7 @@ REPLAYED: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
-COMPILED: dict[str, Any] = {"enforce_eager": False}
+COMPILED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 3}}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Mode:
     v2: bool
     asynchronous: bool
     options: dict[str, Any]
+    breakable: bool = False
 
 
 @contextmanager
@@ -50,6 +51,7 @@ def running(builder: Engines, settings: Settings, mode: Mode) -> Iterator[Engine
     options |= {"enable_prefix_caching": False, "async_scheduling": mode.asynchronous}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, RUNNER, str(int(mode.v2)))
+        patch.setitem(os.environ, BREAKABLE, str(int(mode.breakable)))
         envs.disable_envs_cache()  # an earlier engine of this process may have frozen its values
         with builder.fresh(**options) as engine:
             assert type(engine.runner).__module__.endswith("worker.gpu.model_runner") == mode.v2
@@ -87,18 +89,14 @@ on_each_runner = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 
 @on_each_runner
 def test_async_and_replayed_steps_are_eager_steps(models: Models, settings: Settings, v2: bool) -> None:
-    """Neither async scheduling nor full decode graphs, captured without torch.compile, change a bit."""
+    """Neither async scheduling nor graphs captured without torch.compile change a bit: full graphs of
+    decode steps, and breakable ones of any step."""
     modes = [Mode(v2, False, EAGER), Mode(v2, True, EAGER), Mode(v2, True, REPLAYED)]
+    modes.append(Mode(v2, True, {"enforce_eager": False}, breakable=True))
     agree(models(settings.model), settings, modes)
 
 
 @on_each_runner
-def test_compiled_steps(models: Models, settings: Settings, v2: bool) -> None:
-    """torch.compile with piecewise and full decode graphs: alone, in company, async or not."""
-    agree(models(settings.model), settings, [Mode(v2, False, COMPILED), Mode(v2, True, COMPILED)])
-
-
-@on_each_runner
 def test_compiled_steps_are_eager_steps(models: Models, settings: Settings, v2: bool) -> None:
-    """torch.compile changes no bit."""
-    agree(models(settings.model), settings, [Mode(v2, False, EAGER), Mode(v2, False, COMPILED)])
+    """Nor does torch.compile, with piecewise and full decode graphs."""
+    agree(models(settings.model), settings, [Mode(v2, True, EAGER), Mode(v2, True, COMPILED)])
