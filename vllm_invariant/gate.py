@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 # Release series in which the seams of SEAMS.md were read and tested, by distribution.
-CUDA_SERIES = ("0.32", "0.33")
+CUDA_SERIES = ("0.33",)
 CPU_RELEASES = ("0.32.0",)
 
 
