@@ -18,7 +18,8 @@ logger = logging.getLogger("vllm.vllm_invariant")
 FLAG = "VLLM_BATCH_INVARIANT=1"
 
 # Model classes whose GDN layers were shown invariant.
-ARCHITECTURES = ("Qwen3_5ForCausalLM",)
+WRAPPER = "Qwen3_5ForConditionalGeneration"  # the same language model beside a vision tower
+ARCHITECTURES = ("Qwen3_5ForCausalLM", WRAPPER)
 
 
 def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
@@ -56,6 +57,8 @@ def _model(config: Any) -> Iterator[str | None]:
     model = config.model_config
     if model.architecture not in ARCHITECTURES:
         yield refuse(f"model class {model.architecture}", f"one of {', '.join(ARCHITECTURES)}")
+    if model.architecture == WRAPPER and not model.multimodal_config.language_model_only:
+        yield refuse("image and video input", "--language-model-only")
     if model.runner_type != "generate":
         yield refuse(f"--runner {model.runner_type}", "--runner generate")
     if str(model.dtype).removeprefix("torch.") != "bfloat16":

@@ -41,12 +41,14 @@ class Shape:
         config: fields of ``Qwen3_5TextConfig``; missing ones are those of `TINY`.
         seed: of the weights.
         std: standard deviation of every weight matrix.
+        vision: put a vision tower of one layer beside the language model, as released checkpoints have.
 
     """
 
     config: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     std: float = 0.05
+    vision: bool = False
 
 
 def _initialise(model: torch.nn.Module, shape: Shape) -> None:
@@ -69,7 +71,7 @@ def _initialise(model: torch.nn.Module, shape: Shape) -> None:
 
 
 def make_checkpoint(path: Path, shape: Shape | None = None, *, tokenizer: bool = True) -> Path:
-    """Write a random ``Qwen3_5ForCausalLM`` in bfloat16.
+    """Write a random ``Qwen3_5ForCausalLM``, or the wrapper with a vision tower, in bfloat16.
 
     Args:
         path: the folder to make.  A finished checkpoint already there is reused.
@@ -82,22 +84,49 @@ def make_checkpoint(path: Path, shape: Shape | None = None, *, tokenizer: bool =
     """
     shape = shape or Shape()
     done = path / "made.json"
-    recipe = json.dumps({**TINY, **shape.config, "seed": shape.seed, "std": shape.std, "tok": tokenizer})
+    text = {**TINY, **shape.config}
+    recipe = json.dumps(
+        {**text, "seed": shape.seed, "std": shape.std, "vision": shape.vision, "tok": tokenizer}
+    )
     if done.is_file() and done.read_text() == recipe:
         return path
 
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
     path.mkdir(parents=True, exist_ok=True)
-    config = Qwen3_5TextConfig(**{**TINY, **shape.config}, mamba_ssm_dtype="float32")
     with torch.device("cpu"):
-        model = Qwen3_5ForCausalLM(config)
+        model = _wrapper(text) if shape.vision else _language_model(text)
     _initialise(model, shape)
     model.to(torch.bfloat16).save_pretrained(path)
     if tokenizer:
-        make_tokenizer(path, config.vocab_size)
+        make_tokenizer(path, text["vocab_size"])
     done.write_text(recipe)
     return path
+
+
+def _language_model(text: dict[str, Any]) -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text, mamba_ssm_dtype="float32"))
+
+
+def _wrapper(text: dict[str, Any]) -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    quarter = text["head_dim"] // 4  # of a head is rotated; three kinds of position share its frequencies
+    sections = [quarter // 2 - 2 * (quarter // 6), quarter // 6, quarter // 6]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": sections, "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+    last = text["vocab_size"] - 1
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(
+            text_config={**text, "mamba_ssm_dtype": "float32", "rope_parameters": rope},
+            vision_config={**vision, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 256},
+            image_token_id=last,
+            video_token_id=last - 1,
+            vision_start_token_id=last - 2,
+            vision_end_token_id=last - 3,
+        )
+    )
 
 
 def make_tokenizer(path: Path, vocab_size: int) -> None:
