@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write every timing here")
     args = parser.parse_args()
-    tuners = {n: autotuner(getattr(importlib.import_module(f"{FLA}.{m}"), k)) for n, (m, k) in KERNELS.items()}
+    tuners = {
+        n: autotuner(getattr(importlib.import_module(f"{FLA}.{m}"), k)) for n, (m, k) in KERNELS.items()
+    }
     slowdowns: dict[str, dict[str, list[float]]] = {n: {} for n in tuners}
     for heads, lengths in SHAPES:
         for tuner in tuners.values():

@@ -106,7 +106,10 @@ def test_cold_and_warm_runs_in_turn(engines: Engines, options: dict[str, int]) -
 
 
 def test_shared_prefixes_in_any_order(engines: Engines) -> None:
-    """F20: five prefixes of 2.5 blocks, private ends of one block; hit lengths differ, bits do not."""
+    """F20: five prefixes of 2.5 blocks, private ends of one block; hit lengths differ, bits do not.
+
+    At several batch sizes, and with states kept at the ends of prompts (stock's default) or at every block.
+    """
     b = engines.block
     prefixes = [prompt(5 * b // 2, seed=20 + i) for i in range(5)]
     requests = asks(
@@ -114,13 +117,18 @@ def test_shared_prefixes_in_any_order(engines: Engines) -> None:
     )
     expected = engines.solo(requests)
     hits: set[tuple[int, ...]] = set()
-    for places, orders in ((1, (1,)), (4, (2, 3)), (16, (4, 5))):
-        engine = engines.get(max_num_seqs=places)
+    every_block = {"prefix_cache_retention_interval": b}
+    for options, orders in (
+        ({"max_num_seqs": 1}, (1,)),
+        ({"max_num_seqs": 4}, (2, 3)),
+        ({"max_num_seqs": 16, **every_block}, (4, 5)),
+    ):
+        engine = engines.get(**options)
         for order in orders:
             indices = list(range(len(requests)))
             random.Random(order).shuffle(indices)
             run = engine.run([requests[i] for i in indices])
-            assert_same([expected[i] for i in indices], run.results, f"{places} places, order {order}")
+            assert_same([expected[i] for i in indices], run.results, f"{options}, order {order}")
             by_request = dict(zip(indices, [result.cached for result in run.results], strict=True))
             hits.add(tuple(by_request[i] for i in range(len(requests))))
     assert len(hits) > 1, "void: every run had the same hits"

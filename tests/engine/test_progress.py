@@ -13,11 +13,11 @@ def _steps(run: Run) -> int:
     return len(run.record.steps)
 
 
-@pytest.mark.parametrize("extra", [-1, 0, 1, 63])
-def test_budgets_around_one_block(engines: Engines, extra: int) -> None:
+@pytest.mark.parametrize(("blocks", "extra"), [(1, -1), (1, 0), (1, 1), (1, 63), (2, -1)])
+def test_budgets_around_one_block(engines: Engines, blocks: int, extra: int) -> None:
     """F33: stock waits for ever, or refuses, where a block does not fit the budget."""
     b = engines.block
-    budget = b + extra
+    budget = blocks * b + extra
     lengths = [b // 2, b, 2 * b + 1, 3 * b, 4 * b]
     requests = asks([prompt(n, seed=30) for n in lengths], max_tokens=4)
     expected = engines.solo(requests)

@@ -47,8 +47,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 )
 def test_refused(engines: Engines, options: dict[str, Any], words: list[str]) -> None:
     """One option at a time, on an engine that is accepted without it."""
-    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1: ") as error:
+    with pytest.raises(ValueError) as error:
         engines.config(**options)
+    if "World size" in str(error.value):  # vLLM itself wants as many GPUs, before it asks the package
+        pytest.skip("needs as many GPUs as the refused option names")
+    assert "VLLM_BATCH_INVARIANT=1: " in str(error.value)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

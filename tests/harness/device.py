@@ -21,9 +21,17 @@ ENVIRONMENT = {
 
 # Cache memory of one engine: about 170,000 tokens of the tiny model.
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20}
+if NAME == "cuda":
+    OPTIONS["gpu_memory_utilization"] = 0.1  # only what must be free at start: several suites share a GPU
 
-# Classes expected in an engine under the flag.
-ATTENTION_IMPL = {"cpu": "TiledCPUAttentionImpl", "cuda": "FlashAttentionImpl"}[NAME]
+# What vLLM makes of an engine that is not eager.
+COMPILED = {"cpu": "DYNAMO_TRACE_ONCE", "cuda": "VLLM_COMPILE"}[NAME]
+
+# Attention implementation of an engine under the flag, and of a stock one.
+ATTENTION = {
+    "cpu": ("vllm_invariant.cpu_attention.TiledCPUAttentionImpl", "CPUAttentionBackendImpl"),
+    "cuda": ("FlashAttentionImpl", "FlashAttentionImpl"),
+}[NAME]
 
 
 def activate() -> None:

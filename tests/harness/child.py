@@ -1,0 +1,50 @@
+"""One engine in a process of its own.  Reads a job from standard input, writes what it saw to a file.
+
+A job is a JSON object: ``model``, ``options``, ``rounds`` and ``out``, the file to write.  A round is a
+list of asks run together, ``cold`` if the prefix cache is emptied before.  The environment decides
+whether the flag is set.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.harness.engine import Ask, Engine
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """Which classes and modes the engine settled on."""
+    layer, attention = engine.layer("0.linear_attn"), engine.layer("3.self_attn.attn")
+    return {
+        "scheduler": _name(type(engine.scheduler)),
+        "layer": _name(type(layer)),
+        "gdn backend": layer.mamba_type.name,
+        "attention": _name(type(attention.impl)),
+        "block": engine.block,
+        "mode": engine.runner.vllm_config.compilation_config.mode.name,
+        "plugin modules": sorted(name for name in sys.modules if name.startswith("vllm_invariant.")),
+    }
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def main() -> None:
+    """Run the job."""
+    job = json.load(sys.stdin)
+    engine = Engine(Path(job["model"]), job["options"])
+    rounds = []
+    for each in job["rounds"]:
+        if each["cold"]:
+            engine.reset()
+        run = engine.run([Ask(tuple(a["prompt"]), a["max_tokens"]) for a in each["asks"]])
+        rounds.append([result.to_json() for result in run.results])
+    seen = {"facts": facts(engine), "rounds": rounds}
+    engine.close()
+    Path(job["out"]).write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Engines in other processes: fresh ones, compiled ones, stock ones, and a server."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.harness import device
+from tests.harness.compare import Result
+from tests.harness.engine import Ask
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 600.0  # seconds; a compiled engine on a busy machine
+
+# As it was before an engine of this process changed it.
+_CLEAN = dict(os.environ)
+
+# Everything a kernel compiler keeps between two boots.
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Requests that run together; rounds run one after another.  ``cold``: from an empty cache."""
+
+    asks: Sequence[Ask]
+    cold: bool = True
+
+
+@dataclass(frozen=True)
+class Child:
+    """What another process saw: the engine's classes, and results round by round."""
+
+    facts: dict[str, Any]
+    rounds: list[list[Result]]
+
+
+def empty_caches(folder: Path) -> dict[str, str]:
+    """Environment in which nothing is cached yet."""
+    return {name: str(folder / name.lower()) for name in CACHES}
+
+
+def run_child(
+    model: Path,
+    folder: Path,
+    rounds: Sequence[Round],
+    environment: Mapping[str, str | None] | None = None,
+    **options: Any,
+) -> Child:
+    """Run rounds of requests in a fresh process.
+
+    Args:
+        model: checkpoint.
+        folder: an empty folder for the answer.
+        rounds: what to run.
+        environment: changes to the environment; None unsets a variable.
+        options: engine options.
+
+    Raises:
+        AssertionError: if the process fails; the message ends with its last output.
+
+    """
+    out = folder / "seen.json"
+    job = {
+        "model": str(model),
+        "options": options,
+        "out": str(out),
+        "rounds": [
+            {
+                "cold": each.cold,
+                "asks": [{"prompt": a.prompt, "max_tokens": a.max_tokens} for a in each.asks],
+            }
+            for each in rounds
+        ],
+    }
+    merged: dict[str, str | None] = {**_CLEAN, **device.ENVIRONMENT, **(environment or {})}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.harness.child"],
+        input=json.dumps(job),
+        cwd=ROOT,
+        env={name: value for name, value in merged.items() if value is not None},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, f"the child failed:\n{done.stdout[-3000:]}"
+    seen = json.loads(out.read_text())
+    return Child(seen["facts"], [[Result.from_json(r) for r in run] for run in seen["rounds"]])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's answer, with the seconds at which it was asked for and had."""
+
+    result: Result
+    sent: float
+    done: float
+
+
+def post(url: str, request: Ask) -> Reply:
+    """Send one request to a server's completions API."""
+    sent = time.monotonic()
+    response = httpx.post(
+        f"{url}/v1/completions",
+        json={
+            "model": "demo",
+            "prompt": list(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "logprobs": 20,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    body = response.json()
+    logprobs = body["choices"][0]["logprobs"]
+    result = Result.of(
+        [_token(t) for t in logprobs["tokens"]],
+        [{_token(t): value for t, value in position.items()} for position in logprobs["top_logprobs"]],
+        (body["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+    )
+    return Reply(result, sent, time.monotonic())
+
+
+def post_all(url: str, requests: Sequence[Ask], between: float = 0.0) -> list[Reply]:
+    """Send requests at once, or ``between`` seconds apart, each in a thread of its own."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        futures = []
+        for request in requests:
+            futures.append(pool.submit(post, url, request))
+            time.sleep(between)
+        return [future.result() for future in futures]
+
+
+def reset_cache(url: str) -> None:
+    """Empty a server's prefix cache."""
+    httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+
+def _token(text: str) -> int:
+    return int(text.removeprefix("token_id:"))
