@@ -26,6 +26,12 @@ def test_one_bit_fails():
     assert report.failures(COLD, [row(), broken]) == ["batch: 0 tokens and 1 logprob bits differ"]
 
 
+def test_a_try_that_did_not_come_about_counts_as_well():
+    other = answer(tokens=(7, 9), cached=64)
+    tried = row(outcome=Outcome([answer(), answer()], others=[(1, answer()), (0, other)]))
+    assert (tried.requests, tried.cached, tried.difference) == (4, 64, Difference(1, 0))
+
+
 def test_no_hit_anywhere_fails():
     assert report.failures(COLD, [row(outcome=COLD)]) == ["no request hit the prefix cache"]
 

@@ -34,11 +34,13 @@ class Row:
 
 def compare(axis: Axis, reference: Sequence[Answer], outcome: Outcome) -> Row:
     """Compare an axis' answers with the reference."""
+    reference = [*reference, *(reference[i] for i, _ in outcome.others)]
+    answers = [*outcome.answers, *(answer for _, answer in outcome.others)]
     return Row(
         axis=axis.name,
-        requests=len(outcome.answers),
-        cached=sum(answer.cached for answer in outcome.answers),
-        difference=total(reference, outcome.answers),
+        requests=len(answers),
+        cached=sum(answer.cached for answer in answers),
+        difference=total(reference, answers),
         void=outcome.void,
     )
 
