@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.harness import device
 from tests.harness.compare import assert_same
 from tests.harness.engine import Ask, Engines, asks
-from tests.harness.process import empty_caches, post, post_all, reset_cache, run_child
+from tests.harness.process import Child, Round, empty_caches, post, post_all, reset_cache, run_child
 from tests.harness.prompts import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -17,43 +16,55 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 REQUESTS = asks([prompt(n, seed=90) for n in (1, 63, 65, 129, 300, 700)], max_tokens=12)
 
 
-def _hits(lengths: list[int]) -> list[int]:
-    return [(n - 1) // 64 * 64 for n in lengths]
+HITS = [(len(request.prompt) - 1) // 64 * 64 for request in REQUESTS]
 
 
-def test_another_process(engines: Engines, checkpoint: Path, tmp_path: Path) -> None:
-    """A fresh process with empty caches: cold together, then hits together."""
+def _assert_ours(child: Child, mode: str) -> None:
+    assert child.facts["mode"] == mode
+    assert child.facts["scheduler"].startswith("vllm_invariant.scheduler.Grid")
+    assert child.facts["layer"].startswith("vllm_invariant.layer.")
+    assert child.facts["gdn backend"] == "QWEN_GDN_ATTN"
+    assert child.facts["attention"].endswith(device.ATTENTION[0])
+
+
+def test_another_process_with_empty_caches(engines: Engines, checkpoint: Path, tmp_path: Path) -> None:
+    """Axis boot: cold together, then hits together, have the bits of this process."""
     expected = engines.solo(REQUESTS)
     engines.close()
-    child = run_child(checkpoint, tmp_path, [REQUESTS, REQUESTS], empty_caches(tmp_path / "caches"))
-    assert child.facts["mode"] == "NONE"
-    _check_facts(child.facts)
+    rounds = [Round(REQUESTS), Round(REQUESTS, cold=False)]
+    child = run_child(checkpoint, tmp_path, rounds, empty_caches(tmp_path / "caches"))
+    _assert_ours(child, "NONE")
     cold, warm = child.rounds
     assert [r.cached for r in cold] == [0] * len(REQUESTS)
-    assert [r.cached for r in warm] == _hits([len(r.prompt) for r in REQUESTS])
+    assert [r.cached for r in warm] == HITS
     assert_same(expected, cold, "cold")
     assert_same(expected, warm, "warm")
 
 
-def test_a_compiled_engine(checkpoint: Path, tmp_path: Path) -> None:
-    """torch.compile rounds in an order of its own: a compiled engine is compared with itself, cold in a
-    batch against alone on hits."""
-    rounds = [REQUESTS, *([request] for request in REQUESTS)]
-    child = run_child(checkpoint, tmp_path, rounds, enforce_eager=False)
-    assert child.facts["mode"] == device.COMPILED
-    _check_facts(child.facts)
-    cold, *alone = child.rounds
-    warm = [result for results in alone for result in results]
-    assert [r.cached for r in cold] == [0] * len(REQUESTS)
-    assert [r.cached for r in warm] == _hits([len(r.prompt) for r in REQUESTS])
-    assert_same(cold, warm, "alone on a hit")
+def test_a_compiled_engine(engines: Engines, checkpoint: Path, tmp_path: Path) -> None:
+    """Compiled: alone, together and on hits agree, in one boot and in another with empty caches.
 
-
-def _check_facts(facts: dict[str, Any]) -> None:
-    assert facts["scheduler"].startswith("vllm_invariant.scheduler.Grid")
-    assert facts["layer"].startswith("vllm_invariant.layer.")
-    assert facts["gdn backend"] == "QWEN_GDN_ATTN"
-    assert facts["attention"].endswith(device.ATTENTION[0])
+    torch.compile rounds in an order of its own, so a compiled engine is compared with itself.
+    """
+    engines.close()
+    alone = [Round([request]) for request in REQUESTS]
+    boots = []
+    for name, rounds in (
+        ("first", [*alone, Round(REQUESTS), Round(REQUESTS, cold=False)]),
+        ("second", [Round(REQUESTS)]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        child = run_child(checkpoint, folder, rounds, empty_caches(folder / "caches"), enforce_eager=False)
+        _assert_ours(child, device.COMPILED)
+        boots.append(child.rounds)
+    expected = [result for each in boots[0][: len(REQUESTS)] for result in each]
+    together, warm = boots[0][len(REQUESTS) :]
+    assert all(result.cached == 0 for result in expected + together)
+    assert [r.cached for r in warm] == HITS
+    assert_same(expected, together, "together")
+    assert_same(expected, warm, "on hits")
+    assert_same(expected, boots[1][0], "in another boot")
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +93,14 @@ def test_a_server_gives_the_bits_of_an_engine_in_process(engines: Engines, serve
     assert_same(expected, [reply.result for reply in replies], "among others, cold")
 
     replies = post_all(server, [needle, *REQUESTS])
-    lengths = [700, *(len(r.prompt) for r in REQUESTS)]
-    assert [reply.result.cached for reply in replies] == _hits(lengths)
+    assert [reply.result.cached for reply in replies] == [640, *HITS]
     assert_same(expected, [reply.result for reply in replies], "among others, on hits")
 
 
 def test_without_the_flag_everything_is_stock(checkpoint: Path, tmp_path: Path) -> None:
     """The plugin is loaded, returns at once, and leaves no trace in a running engine."""
-    unset = {"VLLM_BATCH_INVARIANT": None}
-    child = run_child(checkpoint, tmp_path, [asks([prompt(70)], max_tokens=2)], unset)
+    unset: dict[str, str | None] = {"VLLM_BATCH_INVARIANT": None}
+    child = run_child(checkpoint, tmp_path, [Round(asks([prompt(70)], max_tokens=2))], unset)
     assert child.facts["scheduler"].startswith("vllm.v1.core.sched.")
     assert child.facts["layer"].startswith("vllm.model_executor.layers.mamba.gdn.")
     assert child.facts["gdn backend"] == "GDN_ATTN"
