@@ -16,6 +16,8 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
+from vllm_invariant import checkpoint
+
 NAME = "QWEN_GDN_ATTN"
 
 
@@ -56,6 +58,13 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
     remainder depends on where the cut before it fell, so it would move bits (length = 1 mod 64).
     """
 
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # One build serves every state group.  Stock's class does this for itself, not for subclasses.
+        self.supports_update_block_table = device.type == "cuda" and vllm_config.use_v2_model_runner
+        if self.supports_update_block_table:
+            self.mamba_aligned_state_indices: torch.Tensor | None = None
+
     def build(
         self,
         common_prefix_len: int,
@@ -76,10 +85,45 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         metadata = super().build(
             common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
         )
+        metadata.checkpoint = checkpoint.of_prefills(
+            metadata.checkpoint, metadata.num_decodes, metadata.num_prefills
+        )
+        if metadata.checkpoint is not None:
+            saved = metadata.checkpoint
+            metadata.places = checkpoint.find_places(saved.offsets, saved.query_lens, self.device)
         mixed = metadata.num_decodes > 0 and metadata.num_prefills > 0
         if mixed and metadata.spec_sequence_masks is None and self.device.type == "cuda":
             metadata.parts = split_step(metadata, m.query_start_loc_cpu)
         return metadata
+
+    def update_block_table(
+        self, metadata: GDNAttentionMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> GDNAttentionMetadata:
+        """Another group's metadata of the same step: only the slots differ."""
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        updated.places = getattr(metadata, "places", None)
+        if parts := getattr(metadata, "parts", None):
+            updated.parts = tuple(
+                _with_slots(part, updated, rows)
+                for part, rows in zip(
+                    parts, (slice(metadata.num_decodes), slice(metadata.num_decodes, None)), strict=True
+                )
+            )
+        return updated
+
+
+def _with_slots(part: GDNAttentionMetadata, whole: GDNAttentionMetadata, rows: slice) -> GDNAttentionMetadata:
+    """A part of a step with the slots of the whole step's new metadata."""
+    slots = whole.non_spec_state_indices_tensor[rows][: part.num_decodes + part.num_prefills]
+    prefills = part.num_prefills > 0
+    changed = replace(
+        part,
+        non_spec_state_indices_tensor=slots,
+        prefill_state_indices=slots if prefills else None,
+        checkpoint=whole.checkpoint if prefills else None,
+    )
+    changed.places = whole.places if prefills else None
+    return changed
 
 
 def split_step(
@@ -102,6 +146,7 @@ def split_step(
         has_initial_state=None,
         non_spec_query_start_loc=metadata.non_spec_query_start_loc[: cached + 1],
         non_spec_state_indices_tensor=metadata.non_spec_state_indices_tensor[:cached],
+        checkpoint=None,
     )
     nums_dict, batch_ptr, token_chunk_offset_ptr = compute_causal_conv1d_metadata(
         query_start_loc_cpu[cached : last + 1] - rows, device=metadata.non_spec_query_start_loc.device
@@ -118,4 +163,5 @@ def split_step(
         batch_ptr=batch_ptr,
         token_chunk_offset_ptr=token_chunk_offset_ptr,
     )
+    prefills.places = getattr(metadata, "places", None)
     return decodes, prefills

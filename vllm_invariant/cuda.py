@@ -42,6 +42,15 @@ def pin_norm() -> None:
     seams.replace(guard, "calc_rows_per_block", lambda stock: lambda *args, **kwargs: 1)
 
 
+def keep_chunk_states() -> None:
+    """The chunk rule can keep states on its way; see `checkpoint`."""
+    from vllm_invariant.checkpoint import keep_states
+
+    for module in ("chunk_delta_h", "chunk"):
+        owner = importlib.import_module(f"{FLA}.{module}")
+        seams.replace(owner, "chunk_gated_delta_rule_fwd_h", keep_states)
+
+
 def keep_remainders_out_of_decode_graphs() -> None:
     """Full decode graphs replay the decode kernels, so a prompt's last token must not enter one.
 

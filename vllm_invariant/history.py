@@ -105,12 +105,15 @@ class HistoryMixin(Scheduler):
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that a request of ``num_tokens`` and the next one holds at its widest, served alone.
 
-        Attention keeps every block; a state layer keeps the block it reads and the one it writes.
+        Attention keeps every block; a state layer keeps the block it reads, the one it writes, and where it
+        saves a state on the way, that one.
         """
         need = 0
         for group in self.kv_cache_config.kv_cache_groups:
-            blocks = -(-(num_tokens + 1) // group.kv_cache_spec.block_size)
-            need += min(blocks, 2) if isinstance(group.kv_cache_spec, MambaSpec) else blocks
+            spec = group.kv_cache_spec
+            blocks = -(-(num_tokens + 1) // spec.block_size)
+            states = isinstance(spec, MambaSpec)
+            need += min(blocks, 2 + spec.num_prefill_checkpoint_blocks) if states else blocks
         return need
 
     def _fail(self, request: Request, why: str) -> None:

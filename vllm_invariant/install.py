@@ -90,6 +90,7 @@ def in_worker() -> None:
         from vllm_invariant import cuda
 
         cuda.pin_norm()
+        cuda.keep_chunk_states()
         cuda.keep_remainders_out_of_decode_graphs()
     if current_platform.is_cpu():
         _on_cpu_workers()

@@ -4,15 +4,18 @@
 Only imported in a worker, and only under the flag: importing stock's layer pulls in its kernels.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from vllm_invariant import backend, cuda, preflight
+from vllm_invariant import backend, checkpoint, cuda, grid, preflight
 
 
 class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
@@ -21,6 +24,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = preflight.check_engine(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
+        self._grid = options.arithmetic.grid
         *_, recurrent_dtype = self.get_state_dtype()
         if recurrent_dtype != torch.float32:
             raise ValueError(
@@ -34,6 +38,19 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         if current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
             cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu)
+            if vllm_config.cache_config.mamba_cache_mode == "align":
+                self._checkpoint_exporter = MambaPrefillCheckpointExporter(
+                    state_len=self.conv_kernel_size - 1
+                )
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """Stock's, which on a GPU also tells scheduler and cache that a prefill saves states on its way."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        if not current_platform.is_cuda() or spec.mamba_cache_mode != "align":
+            return spec
+        unit = vllm_config.cache_config.prefix_match_unit or spec.block_size
+        alignment = grid.shared(self._grid, unit)
+        return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=alignment)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -58,7 +75,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         metadata = per_layer.get(self.prefix) if isinstance(per_layer, dict) else None
         parts = getattr(metadata, "parts", None)
         if parts is None or not self.enable_packed_recurrent_decode:
-            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            self._stock_core(metadata, mixed_qkv, b, a, core_attn_out)
             return
         decodes, prefills = parts
         rows = decodes.num_actual_tokens
@@ -67,6 +84,31 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         )
         per_layer[self.prefix] = prefills  # the only way to hand stock's core its metadata
         try:
-            super()._forward_core(mixed_qkv[rows:], b[rows:], a[rows:], core_attn_out[rows:])
+            self._stock_core(prefills, mixed_qkv[rows:], b[rows:], a[rows:], core_attn_out[rows:])
         finally:
             per_layer[self.prefix] = metadata
+
+    def _stock_core(
+        self,
+        metadata: Any,
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Stock's, and the states that its prefill rows save on the way."""
+        places = getattr(metadata, "places", None)
+        if places is None:
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            return
+        with checkpoint.saving(places):
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)
+        conv_state, recurrent_state = self.kv_cache
+        self._checkpoint_exporter.export(
+            metadata.checkpoint,
+            raw_qkv=mixed_qkv[metadata.num_decode_tokens :],
+            conv_state=conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2),
+            cu_seqlens=metadata.prefill_query_start_loc,
+            recurrent_checkpoint=places.states,
+            recurrent_state=recurrent_state,
+        )

@@ -7,7 +7,7 @@ one hook both of stock's prefill paths pass through:
 * a chunk that does not finish its prompt ends on the grid, in every cache mode;
 * a request that comes back from preemption gets its prompt by prefill, and then its own generated
   tokens by decode, one known token a step, as they were made the first time (*replay*);
-* the prefix cache follows the rules of `history`.
+* the prefix cache follows the rules of `history`, and states are saved where prompts part (`junction`).
 
 Models without a Qwen GDN layer are scheduled exactly as stock would.
 """
@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from vllm_invariant import backend, grid, metrics, preflight
-from vllm_invariant.history import HistoryMixin
+from vllm_invariant.junction import JunctionMixin
 
 
 def has_qwen_gdn(kv_cache_config: Any) -> bool:
@@ -33,7 +33,7 @@ def has_qwen_gdn(kv_cache_config: Any) -> bool:
     )
 
 
-class GridSchedulerMixin(HistoryMixin):
+class GridSchedulerMixin(JunctionMixin):
     """Put in front of a stock scheduler class by `grid_scheduler_class`."""
 
     need_mamba_block_aligned_split: bool
@@ -55,6 +55,7 @@ class GridSchedulerMixin(HistoryMixin):
         self.need_mamba_block_aligned_split = True
         self.counters = metrics.Counters()
         self.install_history_rules()
+        self.install_junctions()
 
     # --- chunk ends -------------------------------------------------------------------------
 
@@ -75,9 +76,10 @@ class GridSchedulerMixin(HistoryMixin):
             num_new_tokens = min(num_new_tokens, prompt_end - start)
         end = grid.chunk_end(start, start + num_new_tokens, prompt_end, self.arithmetic.grid)
         if self.aligned and end > start:
-            stock_end = start + super()._mamba_block_aligned_split(
-                request, end - start, num_new_local_computed_tokens, num_external_computed_tokens
-            )
+            with self._tail_stop(request):
+                stock_end = start + super()._mamba_block_aligned_split(
+                    request, end - start, num_new_local_computed_tokens, num_external_computed_tokens
+                )
             if stock_end == start:
                 # Stock would let the request wait for a whole block's worth of budget.  The state
                 # may as well stop inside the block, on the grid, and go on from there.

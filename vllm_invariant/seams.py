@@ -171,6 +171,39 @@ SEAMS = (
         "QwenGatedDeltaNetAttention._forward_core_decode_non_spec",
         ("self", "mixed_qkv", "b", "a", "core_attn_out", "attn_metadata"),
     ),
+    Seam(
+        "S23",
+        "vllm.v1.core.block_pool",
+        "BlockPool.cache_partial_block",
+        ("self", "request", "block", "num_tokens", "kv_cache_group_id", "block_size"),
+    ),
+    Seam("S23", "vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager"),
+    Seam("S23", _SCHED, "Scheduler._free_request", ("self", "request")),
+    Seam(
+        "S24",
+        "vllm.model_executor.layers.mamba.abstract",
+        "MambaBase.get_kv_cache_spec",
+        ("self", "vllm_config"),
+    ),
+    Seam("S24", f"{_FLA}.chunk_delta_h", "chunk_gated_delta_rule_fwd_h", ("k", "w", "u")),
+    Seam(
+        "S24",
+        "vllm.model_executor.layers.mamba.checkpoint",
+        "MambaPrefillCheckpointExporter.export",
+        ("self", "checkpoint"),
+    ),
+    Seam(
+        "S25",
+        _GDN,
+        "GDNAttentionMetadataBuilder.__init__",
+        ("self", "kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
+    Seam(
+        "S25",
+        _GDN,
+        "GDNAttentionMetadataBuilder.update_block_table",
+        ("self", "metadata", "blk_table", "slot_mapping"),
+    ),
     *(Seam("S22", f"{_FLA}.{module}", kernel) for module, kernel in launch.KERNELS.values()),
 )
 

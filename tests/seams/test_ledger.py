@@ -81,10 +81,10 @@ def test_what_is_replaced_is_in_the_ledger(replaced):
 
 def overrides() -> set[tuple[str, str]]:
     """(module, Class.name) of upstream methods that classes of ours define anew."""
-    from vllm_invariant import backend, cpu_attention, history, layer, scheduler
+    from vllm_invariant import backend, cpu_attention, history, junction, layer, scheduler
 
     found = set()
-    for module in (backend, cpu_attention, history, layer, scheduler):
+    for module in (backend, cpu_attention, history, junction, layer, scheduler):
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
