@@ -1,6 +1,7 @@
 """In-process engines on a tiny checkpoint, driven step by step."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +29,17 @@ SOLO: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens"
 
 @dataclass(frozen=True)
 class Ask:
-    """One request.  ``at`` is the engine step before which it is added."""
+    """One request.  ``at`` is the engine step before which it is added.
+
+    ``priority`` is for engines that schedule by it, the lowest first.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
     at: int = 0
     temperature: float = 0.0
     seed: int | None = None
+    priority: int = 0
 
 
 @dataclass
@@ -149,10 +154,27 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._asked += 1
         return self.llm.llm_engine.add_request(
-            str(self._asked), {"prompt_token_ids": list(request.prompt)}, params
+            self.number(), {"prompt_token_ids": list(request.prompt)}, params, priority=request.priority
         )
+
+    def number(self) -> str:
+        """A request's name, new each time."""
+        self._asked += 1
+        return str(self._asked)
+
+    def preempt(self, request: Any, *, forget: bool = False) -> None:
+        """Send a running request back to the queue, as pressure on the cache would.
+
+        ``forget`` sends back every running request and empties the prefix cache.
+        """
+        scheduler = self.scheduler
+        if forget:
+            assert self.llm.reset_prefix_cache(reset_running_requests=True)
+            return
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # it may come back at once
 
     def close(self) -> None:
         """Free the model, the cache and the process groups."""
