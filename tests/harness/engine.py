@@ -107,7 +107,7 @@ class Engine:
         for step in range(20_000):
             while pending and requests[pending[0]].at <= step:
                 i = pending.pop(0)
-                ids[i] = self._add(requests[i])
+                ids[i] = self.add(requests[i])
             if not pending and not engine.has_unfinished_requests():
                 break
             if during is not None:
@@ -130,7 +130,7 @@ class Engine:
 
     def start_and_abort(self, request: Ask, steps: int) -> None:
         """Run a request for some engine steps, then abort it."""
-        request_id = self._add(request)
+        request_id = self.add(request)
         for _ in range(steps):
             self.llm.llm_engine.step()
         assert request_id in self.scheduler.requests, "it had finished already"
@@ -141,7 +141,8 @@ class Engine:
     def _number(self, request_id: str) -> str:
         return request_id.split("-")[0]
 
-    def _add(self, request: Ask) -> str:
+    def add(self, request: Ask) -> str:
+        """Queue a request; returns the engine's id of it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

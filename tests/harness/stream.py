@@ -38,7 +38,7 @@ class Answer:
 
     def result(self) -> Result:
         """For `compare`."""
-        return Result.of(self.tokens, self.logprobs)
+        return Result.of(self.tokens, self.logprobs, cached=0)
 
     def rest(self) -> tuple[Any, ...]:
         """What `compare` does not look at."""
