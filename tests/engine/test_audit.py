@@ -99,7 +99,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_published_state(engines: Engines, dense: bool) -> None:
     """Two unrelated prompts share a budget of little more than a block; then others share their beginnings.
 
-    In ten orders of arrival.  Afterwards every state in the cache is compared with one made alone.
+    In several orders of arrival.  Afterwards every state in the cache is compared with one made alone.
     """
     b = engines.block
     first = asks([prompt(13 * b // 10, seed=280), prompt(17 * b // 10, seed=281)], max_tokens=70)
@@ -113,7 +113,7 @@ def test_every_published_state(engines: Engines, dense: bool) -> None:
     published = Published(engine)
     found: list[tuple[tuple[int, ...], States]] = []
     with published.watching():
-        for order in range(10):
+        for order in range(6):
             engine.reset()
             requests = _shuffled(first, second, order)
             run = engine.run(requests)

@@ -51,7 +51,7 @@ def test_a_conversation_of_four_turns(engines: Engines, cache: str) -> None:
             engine.reset()
         elif cache == "evicted":
             _push_out(engine, turn)
-    best = [[len(c[0][t - 1].prompt) // 64 * 64 for c in (first, second)] for t in range(1, TURNS)]
+    best = [[(len(c[0][t - 1].prompt) - 1) // 64 * 64 for c in (first, second)] for t in range(1, TURNS)]
     if cache == "warm":
         assert hits[1:] == best, "a turn did not hit what the turn before had prefilled"
     elif cache == "cold":
@@ -87,7 +87,8 @@ def test_half_of_a_cached_prefix_is_lost(engines: Engines, kind: str) -> None:
     b = engines.block
     requests = asks([prompt(3 * b + 70, seed=270)])
     expected = engines.solo(requests)
-    engine = engines.get(prefix_cache_retention_interval=b)
+    # Every chunk ends a block, and every block keeps its state.
+    engine = engines.get(max_num_batched_tokens=b, prefix_cache_retention_interval=b)
     hits = {}
     for left in (3 * b + 64, 3 * b, 2 * b, b, 0):
         engine.reset()

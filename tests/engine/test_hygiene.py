@@ -30,11 +30,11 @@ def _small_pool(engines: Engines) -> Engine:
 
 def _churn(b: int) -> list[Ask]:
     """Requests that outgrow the pool, prompts of few and of one token, and repetitions that hit."""
-    large = asks([prompt(2 * b - 20, seed=51 + i) for i in range(5)], max_tokens=40)
+    large = asks([prompt(2 * b - 20, seed=51 + i) for i in range(5)], max_tokens=30)
     small = asks([prompt(n, seed=200) for n in (1, 65, 130, b + 1)], max_tokens=10, at=20)
     shared = large[0].prompt[: b + 64]
-    late = [Ask(shared + tuple(prompt(30 + i, seed=201)), 12, at=70 + 9 * i) for i in range(3)]
-    return large + small + late + [replace(large[4], at=110)]
+    late = [Ask(shared + tuple(prompt(30 + i, seed=201)), 12, at=60 + 9 * i) for i in range(3)]
+    return large + small + late + [replace(large[4], at=100)]
 
 
 def _assert_busy(run: Run) -> None:

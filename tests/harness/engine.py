@@ -116,7 +116,7 @@ class Engine:
                 done[output.request_id] = output
         else:
             raise AssertionError(f"{len(requests) - len(done)} requests never finished")
-        results = [_result(done[str(self._number(ids[i]))]) for i in range(len(requests))]
+        results = [result_of(done[str(self._number(ids[i]))]) for i in range(len(requests))]
         return Run(results, [ids[i] for i in range(len(requests))], self.record)
 
     def alone(self, requests: Sequence[Ask], *, keep_cache: bool = False) -> list[Result]:
@@ -187,7 +187,8 @@ class Engine:
         gc.collect()
 
 
-def _result(output: Any) -> Result:
+def result_of(output: Any) -> Result:
+    """A finished request of vLLM's, as `compare` wants it."""
     completion = output.outputs[0]
     return Result.of(
         completion.token_ids,
