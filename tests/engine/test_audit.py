@@ -1,4 +1,4 @@
-"""What the prefix cache holds (F17): each published state is the one its tokens leave behind, byte for byte."""
+"""What the prefix cache holds (F17): each published state is, byte for byte, what its tokens leave behind."""
 
 import random
 from collections.abc import Iterator

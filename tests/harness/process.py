@@ -148,9 +148,7 @@ def post_all(url: str, requests: Sequence[Ask], between: float = 0.0) -> list[Re
 
 def reset_cache(url: str, *, running: bool = False) -> None:
     """Empty a server's prefix cache; ``running`` preempts all requests for it."""
-    response = httpx.post(
-        f"{url}/reset_prefix_cache", params={"reset_running_requests": running}, timeout=60
-    )
+    response = httpx.post(f"{url}/reset_prefix_cache", params={"reset_running_requests": running}, timeout=60)
     response.raise_for_status()
     assert response.json()["success"], "the prefix cache is in use"
 
@@ -168,7 +166,9 @@ def metrics(url: str) -> dict[str, float]:
 
 def post_and_leave(url: str, request: Ask, tokens: int) -> None:
     """Ask for a stream and hang up after some tokens have come."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=_body(request, stream=True), timeout=300) as reply:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=_body(request, stream=True), timeout=300
+    ) as reply:
         reply.raise_for_status()
         lines = (line for line in reply.iter_lines() if line.startswith("data: "))
         for _ in range(tokens):

@@ -62,14 +62,18 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(read=read)
 
 
-def logger(engine: int = 0) -> Any:
+def loggers(*engines: int) -> list[Any]:
+    """As vLLM makes them: all of them, then its own, then the word that the engine is ready."""
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="tiny"))
-    return metrics.stat_logger_class()(config, engine)
+    made = [metrics.stat_logger_class()(config, engine) for engine in engines]
+    for each in made:
+        each.log_engine_initialized()
+    return made
 
 
 def test_totals_become_counters(exported):
     """Each step brings totals; a counter moves by what is new, and is there before anything happened."""
-    made = logger()
+    [made] = loggers(0)
     assert exported.read() == dict.fromkeys(metrics.HELP, 0.0)
     made.record(attach(stats(), COUNTERS), None)
     made.record(attach(stats(), COUNTERS), None)
@@ -80,11 +84,23 @@ def test_totals_become_counters(exported):
 
 
 def test_engines_are_counted_apart(exported):
-    first, second = logger(0), logger(1)
+    first, second = loggers(0, 1)
     first.record(attach(stats(), COUNTERS), None)
     second.record(attach(stats(), Counters(grid_waits=2)), None)
     assert exported.read(0) == asdict(COUNTERS)
     assert exported.read(1) == asdict(Counters(grid_waits=2))
+
+
+def test_stock_removes_what_is_registered_before_its_own_logger():
+    """The reason to make the counters late: once this fails, they can be made at once."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    import prometheus_client
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    early = prometheus_client.Counter("vllm:invariant_early", "Made before stock's.")
+    early.inc()
+    unregister_vllm_metrics()
+    assert prometheus_client.REGISTRY.get_sample_value("vllm:invariant_early_total") is None
 
 
 def test_our_logger_joins_those_of_other_plugins(exported):

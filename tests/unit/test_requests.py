@@ -21,7 +21,7 @@ def test_an_ordinary_request_passes():
 
 
 def test_a_streaming_input_session_is_refused():
-    with pytest.raises(ValueError, match="streaming-input session .*use one request per turn"):
+    with pytest.raises(ValueError, match=r"streaming-input session .*use one request per turn"):
         check_request(config(), prompt_len=5, resumable=True)
 
 
