@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from tests.harness import device
-from tests.harness.compare import assert_same
+from tests.harness.compare import assert_same, differing
 from tests.harness.engine import Ask, Engine, Engines, asks
-from tests.harness.memory import NAN, Poisoner
+from tests.harness.memory import LARGE, NAN, Memory, Poisoner
 from tests.harness.prompts import prompt
 
 pytestmark = pytest.mark.engine
@@ -39,6 +39,24 @@ def test_aborted_after_some_chunks_then_asked_again(engines: Engines) -> None:
         assert chunks < 3 or run.results[0].cached > 0, "void: nothing of it was left"
         assert_same(expected, run.results, f"aborted after {chunks} chunks")
     assert poisoner.reused > 0
+
+
+def test_a_published_block_that_nobody_wrote_is_seen(engines: Engines) -> None:
+    """As if the last chunk before the abort had been published and never computed."""
+    request = asks([prompt(4 * BUDGET + 70, seed=226)])
+    expected = engines.solo(request)
+    engine = engines.get(max_num_batched_tokens=BUDGET, prefix_cache_retention_interval=engines.block)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    for byte in (None, LARGE):
+        engine.reset()
+        engine.start_and_abort(request[0], 4)
+        published = [block.block_id for block in pool.blocks if block.block_hash is not None]
+        assert published
+        if byte is not None:
+            Memory(engine).poison(published, byte)
+        run = engine.run(request)
+        assert run.results[0].cached > 0
+        assert bool(differing(expected, run.results)) == (byte is not None)
 
 
 @contextmanager
