@@ -84,6 +84,16 @@ class HistoryMixin(Scheduler):
                 self._fail(request, "needs more KV cache than the engine has")
             self._last_alone = alone
 
+    def waits_for_its_own_blocks(self, request: Request) -> bool:
+        """Whether a request that had to make room for itself still has a step under way.
+
+        With async scheduling a step is scheduled while the one before it runs, and the states it
+        will no longer need are held until then: more blocks than the request needs.  One step at a
+        time it finishes with those.
+        """
+        alone = self._last_alone is not None and self._last_alone[0] == request.request_id
+        return alone and request.num_in_flight_tokens > 0
+
     # --- admission -----------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:

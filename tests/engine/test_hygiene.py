@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness.compare import Result, assert_same, differing
+from tests.harness.compare import assert_same
 from tests.harness.engine import Ask, Engine, Engines, Run, asks
-from tests.harness.memory import LARGE, NAN, Memory, Poisoner
+from tests.harness.memory import LARGE, NAN, Memory, Poisoner, apart
 from tests.harness.prompts import prompt
 from tests.harness.record import total_preemptions
 
@@ -128,11 +128,4 @@ def test_a_read_of_a_stale_slot_is_seen(engines: Engines, byte: int, monkeypatch
     assert_same(expected, engine.run(requests).results, "nothing planted")
     memory.fill(byte)
     _read_slots_before_they_are_written(monkeypatch)
-    assert bool(_apart(expected, engine, requests)) == (byte != 0)
-
-
-def _apart(expected: list[Result], engine: Engine, requests: list[Ask]) -> dict[int, str]:
-    try:
-        return differing(expected, engine.run(requests).results)
-    except ValueError as error:  # a logprob that is no number
-        return {0: str(error)}
+    assert bool(apart(engine, requests, expected)) == (byte != 0)

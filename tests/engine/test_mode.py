@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -138,22 +139,30 @@ def test_a_server_shows_what_the_promise_costs(engines: Engines, server: str) ->
         assert reply.result.cached == 0
         assert moved() == ({} if i == 0 else {"floored_hit_tokens": b})
 
-    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=120)
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(post, server, needle)
-        generated = metrics(server)["vllm:generation_tokens_total"]
-        while metrics(server)["vllm:generation_tokens_total"] < generated + 20:
-            assert not answer.done()
+    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=150)
+    with _decoding(server, needle):
         reset_cache(server, running=True)
-        answer.result()
     cost = moved()
     assert set(cost) == {"replayed_tokens"}
-    assert 19 <= cost["replayed_tokens"] < 120
+    assert 19 <= cost["replayed_tokens"] < needle.max_tokens
 
-    # Beside a decode 511 tokens are left: 448 go to the first prompt, and 63 are no grid step.
-    long = [Ask(tuple(prompt(2000, seed=98 + i)), max_tokens=2) for i in range(2)]
-    post_all(server, [needle, *long], between=0.2)
+    # 512 tokens are whole grid steps; a decode takes one of them, and what is left for the last of
+    # several prompts is 63 tokens or fewer.
+    with _decoding(server, needle):
+        post_all(server, [Ask(tuple(prompt(2000, seed=98 + i)), max_tokens=2) for i in range(4)])
     assert moved().get("grid_waits", 0) > 0
+
+
+@contextmanager
+def _decoding(server: str, request: Ask) -> Iterator[None]:
+    """While a request runs: from its twentieth token, or so, to its end."""
+    generated = metrics(server)["vllm:generation_tokens_total"]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, server, request)
+        while metrics(server)["vllm:generation_tokens_total"] < generated + 20:
+            assert not answer.done(), "it was too fast"
+        yield
+        answer.result()
 
 
 def test_a_client_that_leaves(engines: Engines, server: str) -> None:

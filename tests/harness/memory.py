@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch
 
-from tests.harness.engine import Engine
+from tests.harness.compare import Result, differing
+from tests.harness.engine import Ask, Engine
 
 # Every byte of a poisoned block: as a bfloat16 or a float32 the one is a NaN, the other 3.4e38.
 NAN, LARGE = 0xFF, 0x7F
@@ -113,3 +114,11 @@ class Poisoner:
             else:
                 self.memory.poison([block], self.byte)
                 self.evicted += 1
+
+
+def apart(engine: Engine, requests: Sequence[Ask], expected: Sequence[Result]) -> dict[int, str]:
+    """Run requests; those that are not as expected, a logprob that is no number included."""
+    try:
+        return differing(expected, engine.run(requests).results)
+    except ValueError as error:
+        return {0: str(error)}
