@@ -6,7 +6,8 @@ These rules concern the prefix cache and requests that come back:
 * *provenance*: only tokens of a prompt, computed by prefill, are published to the prefix cache;
 * *replay*: a request that comes back from preemption may only hit its prompt, because another
   prompt may hold, prefilled, the tokens that this request decoded;
-* a request that can never be served ends with an error instead of being started over for ever.
+* a request that had to make room for itself goes on one step at a time, and one that can never be
+  served ends with an error, instead of being started over for ever.
 
 The first two hold while the arithmetic's decode and prefill differ in bits.
 
