@@ -3,6 +3,7 @@
 #   make demo       a real server on a tiny model, every axis in one table
 #   make test       the tests; those marked gpu are deselected, and so counted, without an NVIDIA GPU
 #   make test-gpu   only the tests marked gpu
+#   make soak       3,000 random requests and a canary among them; minutes
 #   make lint       ruff and mypy
 #
 # PYTHON names the interpreter to start from (3.11 or newer), VENV the environment to make, PYTEST
@@ -19,7 +20,7 @@ INPUTS := requirements/$(FLAVOUR).txt requirements/test.txt pyproject.toml setup
 # The stamp is named after what is installed, so a changed pin or entry point installs again.
 STAMP := $(VENV)/.installed-$(FLAVOUR)-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 
-.PHONY: demo test test-gpu lint install clean
+.PHONY: demo test test-gpu soak lint install clean
 
 demo: $(STAMP)
 	$(BIN)/vllm-invariant demo
@@ -30,6 +31,9 @@ test: $(STAMP)
 test-gpu: $(STAMP)
 	@test $(FLAVOUR) = cuda || { echo "make test-gpu: nvidia-smi finds no NVIDIA GPU" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu $(PYTEST)
+
+soak: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

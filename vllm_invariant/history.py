@@ -6,7 +6,8 @@ These rules concern the prefix cache and requests that come back:
 * *provenance*: only tokens of a prompt, computed by prefill, are published to the prefix cache;
 * *replay*: a request that comes back from preemption may only hit its prompt, because another
   prompt may hold, prefilled, the tokens that this request decoded;
-* a request that can never be served ends with an error instead of being started over for ever.
+* a request that had to make room for itself goes on one step at a time, and one that can never be
+  served ends with an error, instead of being started over for ever.
 
 The first two hold while the arithmetic's decode and prefill differ in bits.
 
@@ -83,6 +84,16 @@ class HistoryMixin(Scheduler):
             if alone == self._last_alone or self.blocks_needed(request.num_tokens) > self.capacity:
                 self._fail(request, "needs more KV cache than the engine has")
             self._last_alone = alone
+
+    def waits_for_its_own_blocks(self, request: Request) -> bool:
+        """Whether a request that had to make room for itself still has a step under way.
+
+        With async scheduling a step is scheduled while the one before it runs, and the states it
+        will no longer need are held until then: more blocks than the request needs.  One step at a
+        time it finishes with those.
+        """
+        alone = self._last_alone is not None and self._last_alone[0] == request.request_id
+        return alone and request.num_in_flight_tokens > 0
 
     # --- admission -----------------------------------------------------------------------------
 

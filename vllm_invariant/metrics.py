@@ -53,9 +53,13 @@ def stat_logger_class() -> type:
         """Exports `Counters` as ``vllm:invariant_*_total``."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            labels = {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine_index)}
+            self.labels = {
+                "model_name": vllm_config.model_config.served_model_name,
+                "engine": str(engine_index),
+            }
             self.seen = Counters()
-            self.exported = {name: _counter(Counter, name, tuple(labels)).labels(**labels) for name in HELP}
+            self.exported: dict[str, Any] = {}
+            _counters.clear()
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             now = detach(scheduler_stats)
@@ -66,12 +70,16 @@ def stat_logger_class() -> type:
             self.seen = now
 
         def log_engine_initialized(self) -> None:
-            """Nothing to log."""
+            """Make the counters, only now: stock's own logger, made after all plugins', first removes
+            every collector named ``vllm:`` from the registry."""
+            for name in HELP:
+                counter = _counter(Counter, name, tuple(self.labels))
+                self.exported[name] = counter.labels(**self.labels)
 
     return InvariantStatLogger
 
 
-_counters: dict[str, Any] = {}
+_counters: dict[str, Any] = {}  # shared by the loggers of several engines
 
 
 def _counter(counter_class: type, name: str, labels: tuple[str, ...]) -> Any:

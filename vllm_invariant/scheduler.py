@@ -67,6 +67,8 @@ class GridSchedulerMixin(JunctionMixin):
         num_external_computed_tokens: int = 0,
     ) -> int:
         """Narrow a chunk to where it may end.  0: no grid step fits, the request waits."""
+        if self.waits_for_its_own_blocks(request):
+            return 0
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         prompt_end = request.num_prompt_tokens
         if start >= prompt_end:

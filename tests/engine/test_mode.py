@@ -1,6 +1,9 @@
 """Axes boot and mode: another process, empty caches, compiled, and a real server; the flag unset."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,19 @@ import pytest
 from tests.harness import device
 from tests.harness.compare import assert_same
 from tests.harness.engine import Ask, Engines, asks
-from tests.harness.process import Child, Round, empty_caches, post, post_all, reset_cache, run_child
+from tests.harness.process import (
+    Child,
+    Round,
+    empty_caches,
+    metrics,
+    post,
+    post_all,
+    post_and_leave,
+    reset_cache,
+    run_child,
+)
 from tests.harness.prompts import prompt
+from vllm_invariant.metrics import HELP
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -95,6 +109,76 @@ def test_a_server_gives_the_bits_of_an_engine_in_process(engines: Engines, serve
     replies = post_all(server, [needle, *REQUESTS])
     assert [reply.result.cached for reply in replies] == [640, *HITS]
     assert_same(expected, [reply.result for reply in replies], "among others, on hits")
+
+
+def _costs(server: str) -> dict[str, float]:
+    """The package's own counters."""
+    found = metrics(server)
+    return {name: found[f"vllm:invariant_{name}_total"] for name in HELP}
+
+
+def test_a_server_shows_what_the_promise_costs(engines: Engines, server: str) -> None:
+    """Each counter at /metrics moves when, and only when, what it counts was made to happen."""
+    b = engines.block
+    reset_cache(server)
+    seen = [_costs(server)]
+
+    def moved() -> dict[str, float]:
+        seen.append(_costs(server))
+        return {name: seen[-1][name] - seen[-2][name] for name in HELP if seen[-1][name] != seen[-2][name]}
+
+    post(server, Ask(tuple(prompt(b - 20, seed=93)), max_tokens=15))
+    assert moved() == {}
+    post(server, Ask(tuple(prompt(b - 20, seed=94)), max_tokens=30))
+    assert moved() == {"unpublished_decode_blocks": 1}, "the last token of a block was decoded"
+
+    # One prompt leaves its keys and values at every block, its state at its end: of no use to a sibling.
+    shared = prompt(b + 130, seed=95)
+    for i, length in enumerate((200, 150)):
+        reply = post(server, Ask(tuple(shared + prompt(length, seed=96)), max_tokens=2))
+        assert reply.result.cached == 0
+        assert moved() == ({} if i == 0 else {"floored_hit_tokens": b})
+
+    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=150)
+    with _decoding(server, needle):
+        reset_cache(server, running=True)
+    cost = moved()
+    assert set(cost) == {"replayed_tokens"}
+    assert 19 <= cost["replayed_tokens"] < needle.max_tokens
+
+    # 512 tokens are whole grid steps; a decode takes one of them, and what is left for the last of
+    # several prompts is 63 tokens or fewer.
+    with _decoding(server, needle):
+        post_all(server, [Ask(tuple(prompt(2000, seed=98 + i)), max_tokens=2) for i in range(4)])
+    assert moved().get("grid_waits", 0) > 0
+
+
+@contextmanager
+def _decoding(server: str, request: Ask) -> Iterator[None]:
+    """While a request runs: from its twentieth token, or so, to its end."""
+    generated = metrics(server)["vllm:generation_tokens_total"]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, server, request)
+        while metrics(server)["vllm:generation_tokens_total"] < generated + 20:
+            assert not answer.done(), "it was too fast"
+        yield
+        answer.result()
+
+
+def test_a_client_that_leaves(engines: Engines, server: str) -> None:
+    """Hung up on during its decode, and asked again: what it left in the cache is right."""
+    needle = Ask(tuple(prompt(700, seed=92)), max_tokens=400)
+    again = Ask(needle.prompt, max_tokens=16)
+    expected = engines.solo([again])
+    reset_cache(server)
+    before = metrics(server)["vllm:generation_tokens_total"]
+    post_and_leave(server, needle, tokens=5)
+    while metrics(server)["vllm:num_requests_running"]:
+        time.sleep(0.1)
+    assert metrics(server)["vllm:generation_tokens_total"] - before < 400, "void: it ran to its end"
+    reply = post(server, again)
+    assert reply.result.cached == 640
+    assert_same(expected, [reply.result])
 
 
 def test_without_the_flag_everything_is_stock(checkpoint: Path, tmp_path: Path) -> None:

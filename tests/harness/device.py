@@ -46,6 +46,17 @@ def activate() -> None:
 ROUNDS_A_NARROW_STATE_AT_CUTS = NAME == "cuda"
 
 
+# Values of async_scheduling.  vLLM's CPU platform turns it off whatever is asked.
+ASYNC_SCHEDULING = [
+    pytest.param(False, id="sync"),
+    pytest.param(
+        True,
+        id="async",
+        marks=pytest.mark.skipif(NAME == "cpu", reason="the CPU engine has no async scheduling"),
+    ),
+]
+
+
 # --- rules that only this device needs, and how to turn each off ------------------------------------
 
 

@@ -1,6 +1,7 @@
 """In-process engines on a tiny checkpoint, driven step by step."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +29,17 @@ SOLO: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens"
 
 @dataclass(frozen=True)
 class Ask:
-    """One request.  ``at`` is the engine step before which it is added."""
+    """One request.  ``at`` is the engine step before which it is added.
+
+    ``priority`` is for engines that schedule by it, the lowest first.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
     at: int = 0
     temperature: float = 0.0
     seed: int | None = None
+    priority: int = 0
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Engine:
         for step in range(20_000):
             while pending and requests[pending[0]].at <= step:
                 i = pending.pop(0)
-                ids[i] = self._add(requests[i])
+                ids[i] = self.add(requests[i])
             if not pending and not engine.has_unfinished_requests():
                 break
             if during is not None:
@@ -111,7 +116,7 @@ class Engine:
                 done[output.request_id] = output
         else:
             raise AssertionError(f"{len(requests) - len(done)} requests never finished")
-        results = [_result(done[str(self._number(ids[i]))]) for i in range(len(requests))]
+        results = [result_of(done[str(self._number(ids[i]))]) for i in range(len(requests))]
         return Run(results, [ids[i] for i in range(len(requests))], self.record)
 
     def alone(self, requests: Sequence[Ask], *, keep_cache: bool = False) -> list[Result]:
@@ -125,7 +130,7 @@ class Engine:
 
     def start_and_abort(self, request: Ask, steps: int) -> None:
         """Run a request for some engine steps, then abort it."""
-        request_id = self._add(request)
+        request_id = self.add(request)
         for _ in range(steps):
             self.llm.llm_engine.step()
         assert request_id in self.scheduler.requests, "it had finished already"
@@ -136,7 +141,8 @@ class Engine:
     def _number(self, request_id: str) -> str:
         return request_id.split("-")[0]
 
-    def _add(self, request: Ask) -> str:
+    def add(self, request: Ask) -> str:
+        """Queue a request; returns the engine's id of it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -149,10 +155,27 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._asked += 1
         return self.llm.llm_engine.add_request(
-            str(self._asked), {"prompt_token_ids": list(request.prompt)}, params
+            self.number(), {"prompt_token_ids": list(request.prompt)}, params, priority=request.priority
         )
+
+    def number(self) -> str:
+        """A request's name, new each time."""
+        self._asked += 1
+        return str(self._asked)
+
+    def preempt(self, request: Any, *, forget: bool = False) -> None:
+        """Send a running request back to the queue, as pressure on the cache would.
+
+        ``forget`` sends back every running request and empties the prefix cache.
+        """
+        scheduler = self.scheduler
+        if forget:
+            assert self.llm.reset_prefix_cache(reset_running_requests=True)
+            return
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # it may come back at once
 
     def close(self) -> None:
         """Free the model, the cache and the process groups."""
@@ -164,7 +187,8 @@ class Engine:
         gc.collect()
 
 
-def _result(output: Any) -> Result:
+def result_of(output: Any) -> Result:
+    """A finished request of vLLM's, as `compare` wants it."""
     completion = output.outputs[0]
     return Result.of(
         completion.token_ids,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness import device
 from tests.harness.compare import Result
@@ -106,23 +107,24 @@ class Reply:
     done: float
 
 
+def _body(request: Ask, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "prompt": list(request.prompt),
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "logprobs": 20,
+        "ignore_eos": True,
+        "return_tokens_as_token_ids": True,
+        **more,
+    }
+
+
 def post(url: str, request: Ask) -> Reply:
     """Send one request to a server's completions API."""
     sent = time.monotonic()
-    response = httpx.post(
-        f"{url}/v1/completions",
-        json={
-            "model": "demo",
-            "prompt": list(request.prompt),
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "logprobs": 20,
-            "ignore_eos": True,
-            "return_tokens_as_token_ids": True,
-        },
-        timeout=300,
-    )
+    response = httpx.post(f"{url}/v1/completions", json=_body(request), timeout=300)
     response.raise_for_status()
     body = response.json()
     logprobs = body["choices"][0]["logprobs"]
@@ -144,9 +146,33 @@ def post_all(url: str, requests: Sequence[Ask], between: float = 0.0) -> list[Re
         return [future.result() for future in futures]
 
 
-def reset_cache(url: str) -> None:
-    """Empty a server's prefix cache."""
-    httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+def reset_cache(url: str, *, running: bool = False) -> None:
+    """Empty a server's prefix cache; ``running`` preempts all requests for it."""
+    response = httpx.post(f"{url}/reset_prefix_cache", params={"reset_running_requests": running}, timeout=60)
+    response.raise_for_status()
+    assert response.json()["success"], "the prefix cache is in use"
+
+
+def metrics(url: str) -> dict[str, float]:
+    """A server's metrics by name, summed over their labels."""
+    response = httpx.get(f"{url}/metrics", timeout=60)
+    response.raise_for_status()
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
+
+
+def post_and_leave(url: str, request: Ask, tokens: int) -> None:
+    """Ask for a stream and hang up after some tokens have come."""
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=_body(request, stream=True), timeout=300
+    ) as reply:
+        reply.raise_for_status()
+        lines = (line for line in reply.iter_lines() if line.startswith("data: "))
+        for _ in range(tokens):
+            assert next(lines) != "data: [DONE]", "it had finished already"
 
 
 def _token(text: str) -> int:

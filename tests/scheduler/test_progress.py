@@ -83,3 +83,27 @@ def test_under_memory_pressure_everybody_finishes(drive, policy, asynchronous):
     driver.run(most=12_000)
     assert sum(r.num_preemptions for r in driver.requests.values()) > 0, "there was room for all"
     assert all(len(r.output_token_ids) == 2 * BLOCK for r in driver.requests.values())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("budget", [128, 300, 1024])
+def test_a_prompt_as_large_as_the_cache_finishes(drive, asynchronous, budget):
+    """F54: with exactly the blocks it needs, whatever steps are under way while it is scheduled."""
+    sizes = drive(block=128).scheduler.blocks_needed(10 * 128 + 4)
+    driver = drive(block=128, blocks=1 + sizes, budget=budget, asynchronous=asynchronous)
+    request = driver.add("large", prompt(10 * 128 - 4), max_tokens=8)
+    steps = driver.run(most=400)
+    assert request.get_finished_reason().name == "LENGTH", request.get_finished_reason()
+    assert request.num_preemptions <= 1 and steps < 100
+
+
+def test_steps_under_way_would_leave_it_too_few_blocks(drive, monkeypatch):
+    """The rule turned off: it starts over, and then ends with an error."""
+    from vllm_invariant.history import HistoryMixin
+
+    monkeypatch.setattr(HistoryMixin, "waits_for_its_own_blocks", lambda self, request: False)
+    sizes = drive(block=128).scheduler.blocks_needed(10 * 128 + 4)
+    driver = drive(block=128, blocks=1 + sizes, budget=128, asynchronous=True)
+    request = driver.add("large", prompt(10 * 128 - 4), max_tokens=8)
+    driver.run(most=400)
+    assert request.get_finished_reason().name == "ERROR"
