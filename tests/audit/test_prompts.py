@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_invariant.demo import corpus
+from vllm_invariant.audit import corpus
 from vllm_invariant.demo.prompts import PRIVATE, STRANGER_LENGTHS, SYSTEM, cut
 
 GRID = 64
