@@ -19,8 +19,8 @@ class Answer:
         tokens: generated tokens.
         logprobs: for each token, the logprobs the server listed, by token.
         cached: prompt tokens taken from the prefix cache, or None if the server does not say.
-        sent, accepted, first, last: when the request left, when the server took it up, and when its
-            first and last token came, in seconds of one monotonic clock.
+        sent, first, last: when the request left, and when its first and last token came, in seconds
+            of one monotonic clock.
 
     """
 
@@ -28,7 +28,6 @@ class Answer:
     logprobs: tuple[dict[Token, float], ...]
     cached: int | None
     sent: float
-    accepted: float
     first: float
     last: float
 

@@ -19,7 +19,7 @@ Tick = Callable[[], None]
 
 TRIES = 3  # a busy machine hands out tokens in bursts, between which nobody is seen to come and go
 VISITS = 4  # strangers that arrive during a target's decode, on average
-LONG_LIFE = 400  # tokens of a stranger that is to decode throughout a prefill
+LONG_LIFE = 400  # tokens of a request that is to go on until it is given up
 SHORTEST_GAP = 0.002  # seconds
 SCRAPE = 0.05  # seconds between two looks at the server's counters
 
@@ -134,7 +134,7 @@ async def again(exam: Exam, tick: Tick) -> Outcome:
 
 
 async def _all_at_once(exam: Exam, tick: Tick) -> Outcome:
-    """Targets and strangers in turn, all under way before any has ended."""
+    """Targets and strangers in turn, all sent at once."""
     flights: list[Flight] = []
     strangers: list[Flight] = []
     for target, length in zip(exam.targets, STRANGER_LENGTHS * len(exam.targets), strict=False):
@@ -145,9 +145,14 @@ async def _all_at_once(exam: Exam, tick: Tick) -> Outcome:
         answers.append((i, await flight.answer()))
         tick()
     both = [answer for _, answer in answers] + [await stranger.answer() for stranger in strangers]
-    early = sum(a.last < max(b.accepted for b in both) for a in both)
-    void = f"{early} ended before the last was under way" if early else None
-    return Outcome(answers, f"{len(both)} under way at once", void)
+    lonely = sum(not any(_together(a, b) for b in both if b is not a) for _, a in answers)
+    void = f"{lonely} requests decoded beside no other" if lonely else None
+    return Outcome(answers, f"{len(both)} at once, each decoding beside others", void)
+
+
+def _together(a: Answer, b: Answer) -> bool:
+    """Whether tokens of two answers came in turn, so that they shared steps."""
+    return a.first < b.last and b.first < a.last
 
 
 async def batch(exam: Exam, tick: Tick) -> Outcome:
@@ -304,13 +309,14 @@ async def hit_in_batch(exam: Exam, tick: Tick) -> Outcome:
 
 
 async def aborted(exam: Exam, tick: Tick) -> Outcome:
-    """Each target is given up halfway through its answer, others come, and it is asked again."""
+    """Each target is given up in the middle of its answer, others come, and it is asked again."""
     answers, late = [], 0
     for i, target in enumerate(exam.targets):
         exam.line.forget()
-        flight = exam.line.send(target)
+        longer = min(LONG_LIFE, exam.geometry.max_len - len(target.tokens))
+        flight = exam.line.send(replace(target, max_tokens=longer))
         await flight.reach(target.max_tokens // 2)
-        late += flight.done or len(flight.arrivals) == target.max_tokens
+        late += len(flight.arrivals) == longer
         await flight.hang_up()
         await exam.line.ask(exam.supply.stranger(1))
         answers.append((i, await exam.line.ask(target)))
@@ -345,7 +351,7 @@ AXES = (
     Axis("hit, shared", "warm, alone, on a request with the same beginning", shared_hit),
     Axis("hit, own", "warm, alone, on the whole prompt", own_hit),
     Axis("hit, in a batch", "warm, all at once, among strangers", hit_in_batch),
-    Axis("history, aborted", "given up halfway, then asked again", aborted),
+    Axis("history, aborted", "given up while it decoded, then asked again", aborted),
     Axis("history, next turn", "a later turn, on what the turn before left", next_turn, _no_turns),
     Axis("history, again", "cold again, at the end of everything", again),
 )

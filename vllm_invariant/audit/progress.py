@@ -21,6 +21,10 @@ class Bar:
         self._total += steps
         self._bars.update(self._task, description=text, total=self._total or None)
 
+    def catch_up(self) -> None:
+        """All steps so far are done: an axis may have left some out."""
+        self._bars.update(self._task, completed=self._total)
+
     def tick(self) -> None:
         """One step done."""
         self._bars.advance(self._task)

@@ -75,7 +75,7 @@ class Reference:
 
 def _answer(found: dict[str, Any]) -> Answer:
     rows: list[dict[Token, float]] = [dict(row) for row in found["logprobs"]]
-    return Answer(tuple(found["tokens"]), tuple(rows), None, 0.0, 0.0, 0.0, 0.0)
+    return Answer(tuple(found["tokens"]), tuple(rows), None, 0.0, 0.0, 0.0)
 
 
 async def compare_with(

@@ -104,6 +104,7 @@ class Audit:
             return
         self.bar.say(axis.name, len(exam.targets))
         outcome = await axis.ask(exam, self.bar.tick)
+        self.bar.catch_up()
         self.report.rows.append(compare(axis.name, axis.how, exam.prompts, exam.reference, outcome))
 
     async def ask_again(self, address: Address, reference: Reference, axis: str | None = None) -> None:

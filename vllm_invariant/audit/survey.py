@@ -139,7 +139,7 @@ def _facts(model: str, counters: Counters, config: Mapping[str, Any], version: M
         return facts
     mode = {
         "eager": vllm.get("model_config", {}).get("enforce_eager"),
-        "CUDA graphs": vllm.get("compilation_config", {}).get("cudagraph_mode"),
+        "cudagraph mode": vllm.get("compilation_config", {}).get("cudagraph_mode"),
         "async scheduling": vllm.get("scheduler_config", {}).get("async_scheduling"),
     }
     names = (

@@ -68,7 +68,7 @@ class Flight:
 
     def __init__(self, client: AsyncOpenAI, address: Address, prompt: Prompt, salt: str) -> None:
         self.arrivals: list[float] = []
-        self.sent = self.accepted = time.monotonic()
+        self.sent = time.monotonic()
         self.retries = 0
         self._client, self._address, self._prompt, self._salt = client, address, prompt, salt
         self._tokens: list[Token] = []
@@ -92,7 +92,6 @@ class Flight:
             logprobs=tuple(self._logprobs),
             cached=self._cached,
             sent=self.sent,
-            accepted=self.accepted,
             first=self.arrivals[0],
             last=self.arrivals[-1],
         )
@@ -113,8 +112,9 @@ class Flight:
                 "cache_salt": self._salt,
             },
         )
-        self.accepted = time.monotonic()
-        self.retries = response.retries_taken
+        if response.retries_taken:
+            self.retries = response.retries_taken
+            self.sent = time.monotonic()  # it was not under way while it was refused
         async with response.parse() as stream:
             async for chunk in stream:
                 for choice in chunk.choices:
