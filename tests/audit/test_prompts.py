@@ -1,44 +1,72 @@
-"""Prompts have the lengths they claim, and strangers share nothing with needles."""
+"""Prompts lie around the server's edges, and strangers share nothing with targets."""
+
+import re
 
 import pytest
 
 from vllm_invariant.audit import corpus
-from vllm_invariant.demo.prompts import PRIVATE, STRANGER_LENGTHS, SYSTEM, cut
+from vllm_invariant.audit.geometry import Geometry
+from vllm_invariant.audit.prompts import PRIVATE, SAFE_IDS, TURN, Prompt, Supply, lengths
 
-GRID = 64
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return cut([list(range(3000)), list(range(10_000, 18_000))])
+GEOMETRY = Geometry(max_len=4096, grid=64, block=320, unit=64, budget=512)
+TEXT = list(range(30_000))
 
 
-def test_needles_share_the_system_prompt_and_nothing_else(prompts):
-    heads = {needle.tokens[:SYSTEM] for needle in (*prompts.needles, prompts.primer)}
-    assert heads == {tuple(range(SYSTEM))}
-    tails = {needle.tokens[SYSTEM] for needle in (*prompts.needles, prompts.primer)}
-    assert len(tails) == len(prompts.needles) + 1
+def test_lengths_are_one_below_at_and_one_above_each_edge():
+    assert lengths(GEOMETRY, 32) == [63, 64, 65, 319, 320, 321, 511, 512, 513, 639, 640, 641]
 
 
-def test_lengths_are_exact(prompts):
-    assert [len(needle.tokens) for needle in prompts.needles] == [SYSTEM + n for n in PRIVATE]
-    assert [len(stranger.tokens) for stranger in prompts.strangers] == list(STRANGER_LENGTHS)
+def test_what_a_server_does_not_tell_is_no_edge():
+    assert lengths(Geometry(max_len=4096), 32) == [63, 64, 65]
 
 
-def test_lengths_meet_the_places_where_bits_part(prompts):
-    lengths = [len(needle.tokens) for needle in prompts.needles]
-    assert {0, 1} <= {length % GRID for length in lengths}
-    assert len({length % GRID for length in lengths}) >= 4
+@pytest.mark.parametrize("max_len", [100, 400, 640, 700])
+def test_a_later_turn_still_fits(max_len):
+    tokens = 16
+    supply = Supply(TEXT, Geometry(max_len, 64, 320, 64, 512), tokens, seed=0)
+    for target in supply.targets:
+        assert len(supply.next_turn(target, range(tokens)).tokens) + tokens <= max_len
+    assert all(len(supply.stranger(400, 1059).tokens) + 1 < max_len for _ in range(3))
 
 
-def test_strangers_start_differently(prompts):
-    starts = [p.tokens[:8] for p in (*prompts.strangers, prompts.needles[0])]
-    assert len(set(starts)) == len(starts)
+def test_targets_share_a_beginning_and_end_apart():
+    targets = Supply(TEXT, GEOMETRY, 32, seed=0).targets
+    assert [len(target.tokens) for target in targets] == lengths(GEOMETRY, 32)
+    longest = targets[-1].tokens
+    assert all(target.tokens[:-PRIVATE] == longest[: len(target.tokens) - PRIVATE] for target in targets)
+    assert len({target.tokens[-PRIVATE:] for target in targets}) == len(targets)
 
 
-def test_a_short_first_text_is_refused():
-    with pytest.raises(ValueError, match="2000 tokens"):
-        cut([[1] * 1999, [2] * 9000])
+def test_a_primer_is_what_a_target_shares():
+    supply = Supply(TEXT, GEOMETRY, 32, seed=0)
+    target = supply.targets[-1]
+    assert supply.primer(target) == Prompt(target.tokens[:-PRIVATE], 1)
+
+
+def test_the_seed_decides_everything():
+    def drawn(seed):
+        supply = Supply(TEXT, GEOMETRY, 32, seed)
+        return supply.targets, supply.stranger(1)
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_a_next_turn_follows_the_answer():
+    supply = Supply(TEXT, GEOMETRY, 32, seed=0)
+    target = supply.targets[0]
+    turn = supply.next_turn(target, [5, 6])
+    assert turn.tokens[: len(target.tokens) + 2] == (*target.tokens, 5, 6)
+    assert len(turn.tokens) == len(target.tokens) + 2 + TURN
+
+
+def test_without_a_text_ids_are_ordinary_ones():
+    supply = Supply([], GEOMETRY, 32, seed=0)
+    ids = {token for target in supply.targets for token in target.tokens}
+    assert ids <= set(SAFE_IDS) and len(ids) > 300
+
+
+def test_a_short_text_goes_round():
+    assert len(Supply([1, 2, 3], GEOMETRY, 32, seed=0).cut(1000)) == 1000
 
 
 def test_the_corpus_is_english_and_the_same_every_time():
@@ -49,8 +77,6 @@ def test_the_corpus_is_english_and_the_same_every_time():
 
 
 def test_nothing_in_the_corpus_depends_on_the_process():
-    import re
-
     assert not [m for text in corpus.corpus() for m in re.findall(r"at 0x[0-9a-f]{8,}", text)]
 
 

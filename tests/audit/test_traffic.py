@@ -1,133 +1,132 @@
-"""The client reads a stream exactly, and complains of what is missing.  A stand-in server answers."""
+"""The client reads a stream exactly, and complains of what is missing."""
 
 import asyncio
-import json
+import time
 
-import httpx
 import pytest
-from openai import AsyncOpenAI
 
-from vllm_invariant.demo.prompts import Prompt
-from vllm_invariant.demo.server import TOP_LOGPROBS
-from vllm_invariant.demo.traffic import Flight, Line
+from tests.audit.fake import Behaviour, Fake, answer_of, serving
+from vllm_invariant.audit.failure import AuditFailed
+from vllm_invariant.audit.prompts import Prompt
+from vllm_invariant.audit.traffic import Address, Line, token_name
 
-PROMPT = Prompt((5, 6, 7), 3)
-
-
-def chunk(ids, *, top=TOP_LOGPROBS, value=-0.5):
-    """One streamed chunk.  Each token is listed with ``top`` logprobs, its own among them."""
-    listed = [{f"token_id:{t + i}": value - i for i in range(top)} for t in ids]
-    logprobs = {
-        "tokens": [f"token_id:{t}" for t in ids],
-        "token_logprobs": [value] * len(ids),
-        "top_logprobs": listed,
-        "text_offset": [0] * len(ids),
-    }
-    choice = {"index": 0, "text": "", "token_ids": ids, "logprobs": logprobs, "finish_reason": None}
-    return {"id": "x", "object": "text_completion", "created": 0, "model": "demo", "choices": [choice]}
+PROMPT = Prompt(tuple(range(5, 75)), 6)
 
 
-def usage(cached):
-    return {
-        **chunk([]),
-        "choices": [],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 3,
-            "total_tokens": 6,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        },
-    }
+def on(behaviour: Behaviour, go, **address):
+    """Run ``go(line, fake)`` on a line to a fake server."""
 
+    async def run(url: str, fake: Fake):
+        async with Line(Address(url, "fake", **address)) as line:
+            return await go(line, fake)
 
-def client_of(chunks, requests=None):
-    def respond(request: httpx.Request) -> httpx.Response:
-        if requests is not None:
-            requests.append(json.loads(request.content))
-        lines = [f"data: {json.dumps(c)}\n\n" for c in chunks] + ["data: [DONE]\n\n"]
-        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content="".join(lines))
-
-    transport = httpx.MockTransport(respond)
-    return AsyncOpenAI(
-        base_url="http://127.0.0.1/v1", api_key="none", http_client=httpx.AsyncClient(transport=transport)
-    )
-
-
-def fly(chunks, requests=None):
-    async def go():
-        return await Flight(client_of(chunks, requests), PROMPT).answer()
-
-    return asyncio.run(go())
+    with serving(behaviour) as (url, fake):
+        return asyncio.run(run(url, fake))
 
 
 def test_a_stream_is_read_whole():
-    answer = fly([chunk([11]), chunk([12, 13], value=-0.25), usage(64)])
-    assert answer.tokens == (11, 12, 13)
-    assert answer.cached == 64
-    assert [row[t] for row, t in zip(answer.logprobs, answer.tokens, strict=True)] == [-0.5, -0.25, -0.25]
-    assert answer.logprobs[0] == {11 + i: -0.5 - i for i in range(TOP_LOGPROBS)}
-    assert answer.sent <= answer.first <= answer.last
+    async def go(line, fake):
+        return await line.ask(PROMPT), await line.ask(PROMPT)
+
+    cold, warm = on(Behaviour(), go)
+    expected = answer_of(list(PROMPT.tokens), 6, 20, fault=False)
+    for answer in (cold, warm):
+        assert answer.tokens == tuple(token for token, _ in expected)
+        assert answer.logprobs == tuple(row for _, row in expected)
+        assert answer.sent < answer.first < answer.last
+    assert (cold.cached, warm.cached) == (0, 64)
 
 
 def test_the_request_is_greedy_and_asks_for_bits():
-    requests = []
-    fly([chunk([1, 2, 3]), usage(0)], requests)
-    (request,) = requests
-    assert request["prompt"] == [5, 6, 7]
-    assert (request["temperature"], request["max_tokens"]) == (0.0, 3)
-    assert request["logprobs"] == TOP_LOGPROBS
-    assert request["ignore_eos"] and request["return_tokens_as_token_ids"] and request["return_token_ids"]
+    async def go(line, fake):
+        await line.ask(PROMPT)
+        return fake.bodies
+
+    (body,) = on(Behaviour(), go)
+    assert body["prompt"] == list(PROMPT.tokens)
+    assert (body["temperature"], body["max_tokens"], body["logprobs"]) == (0.0, 6, 20)
+    assert body["ignore_eos"] and body["return_tokens_as_token_ids"] and body["return_token_ids"]
 
 
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([chunk([11, 12])], "asked for 3 tokens, got 2"),
-        ([chunk([11, 12, 13], top=5)], "got fewer"),
-        ([], "got 0"),
-    ],
-)
-def test_a_short_answer_is_an_error(chunks, message):
-    with pytest.raises(RuntimeError, match=message):
-        fly([*chunks, usage(0)])
+def test_forgetting_keeps_requests_from_hitting_earlier_ones():
+    async def go(line, fake):
+        await line.ask(PROMPT)
+        apart = await line.send(PROMPT, apart=True).answer()
+        line.forget()
+        return [apart.cached, (await line.ask(PROMPT)).cached, (await line.ask(PROMPT)).cached]
+
+    assert on(Behaviour(), go) == [0, 0, 64]
+
+
+def test_tokens_can_be_waited_for():
+    async def go(line, fake):
+        flight = line.send(PROMPT)
+        await flight.reach(2)
+        early = len(flight.arrivals), flight.done
+        await flight.reach(100)
+        return early, flight.done, len(flight.arrivals)
+
+    assert on(Behaviour(pace=0.05), go) == ((2, False), True, 6)
+
+
+def test_hanging_up_ends_the_request_on_the_server():
+    async def go(line, fake):
+        flight = line.send(Prompt(PROMPT.tokens, 400))
+        await flight.reach(1)
+        await flight.hang_up()
+        deadline = time.monotonic() + 5
+        while fake.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return flight.done, fake.running
+
+    assert on(Behaviour(), go) == (True, 0)
+
+
+def test_company_lasts_as_long_as_its_block():
+    async def go(line, fake):
+        async with line.company([Prompt(PROMPT.tokens, 400)] * 2) as others:
+            assert all(other.arrivals and not other.done for other in others)
+        return [other.done for other in others]
+
+    assert on(Behaviour(), go) == [True, True]
+
+
+def test_the_error_of_a_companion_is_not_lost():
+    async def go(line, fake):
+        async with line.company([Prompt(PROMPT.tokens, 400)] * 2) as others:
+            while not all(other.done for other in others):
+                await asyncio.sleep(0.02)
+
+    with pytest.raises(AuditFailed, match="broke off"):
+        on(Behaviour(cut_after=3, cut_from=0), go)
 
 
 def test_waiting_for_a_token_raises_the_requests_error():
-    async def go():
-        await Flight(client_of([chunk([11])]), PROMPT).reach(2)
+    async def go(line, fake):
+        await line.send(PROMPT).reach(5)
 
-    with pytest.raises(RuntimeError, match="got 1"):
-        asyncio.run(go())
-
-
-def line_that_answers(answers):
-    """A line whose server answers resets with ``answers`` in turn."""
-    line = Line("http://127.0.0.1")
-    replies = iter(answers)
-    line._http = httpx.AsyncClient(
-        base_url="http://127.0.0.1",
-        transport=httpx.MockTransport(lambda _: httpx.Response(200, json={"success": next(replies)})),
-    )
-    return line
+    with pytest.raises(AuditFailed, match="cut after 3 of 6 tokens"):
+        on(Behaviour(end_early=3), go)
 
 
-def test_the_cache_is_emptied_once_its_blocks_are_free():
-    replies = iter([False, False, True])
+def test_retries_are_counted_and_no_part_of_the_latency():
+    async def go(line, fake):
+        answer = await line.ask(PROMPT)
+        return line.retries, answer.first - answer.sent
 
-    async def go():
-        async with line_that_answers(replies) as line:
-            await line.forget()
-
-    asyncio.run(go())
-    assert next(replies, None) is None
+    retries, waited = on(Behaviour(refusals=[(503, {"Retry-After": "0.5"})] * 2), go)
+    assert retries == 2 and waited < 0.5
 
 
-def test_a_cache_that_stays_full_is_an_error(monkeypatch):
-    monkeypatch.setattr("vllm_invariant.demo.traffic.RESET_LIMIT", 0.1)
+def test_the_cache_is_emptied_where_that_can_be_done():
+    async def go(line, fake):
+        await line.ask(PROMPT)
+        return await line.reset(), (await line.ask(PROMPT)).cached
 
-    async def go():
-        async with line_that_answers(iter(lambda: False, True)) as line:
-            await line.forget()
+    assert on(Behaviour(), go) == (True, 0)
+    assert on(Behaviour(dev=False), go) == (False, 64)
 
-    with pytest.raises(RuntimeError, match="could not be emptied"):
-        asyncio.run(go())
+
+def test_tokens_are_named_by_id_or_by_text():
+    assert token_name("token_id:17") == 17
+    assert token_name(" token") == " token"

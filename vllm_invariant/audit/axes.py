@@ -133,21 +133,32 @@ async def again(exam: Exam, tick: Tick) -> Outcome:
     return replace(outcome, proof=asked)
 
 
-async def _all_at_once(exam: Exam, tick: Tick) -> Outcome:
-    """Targets and strangers in turn, all sent at once."""
+async def _at_once(exam: Exam) -> tuple[list[tuple[int, Answer]], int]:
+    """Targets and strangers in turn, all sent at once.  Returns how many targets shared no step."""
     flights: list[Flight] = []
     strangers: list[Flight] = []
     for target, length in zip(exam.targets, STRANGER_LENGTHS * len(exam.targets), strict=False):
         flights.append(exam.line.send(target))
         strangers.append(exam.line.send(exam.supply.stranger(target.max_tokens, length), apart=True))
-    answers = []
-    for i, flight in enumerate(flights):
-        answers.append((i, await flight.answer()))
+    answers = [await flight.answer() for flight in flights]
+    both = answers + [await stranger.answer() for stranger in strangers]
+    lonely = sum(not any(_together(a, b) for b in both if b is not a) for a in answers)
+    return list(enumerate(answers)), lonely
+
+
+async def _batches(exam: Exam, prepare: Callable[[], None], tick: Tick) -> Outcome:
+    """Everything at once, again until each target decoded beside others.  Every try counts."""
+    answers: list[tuple[int, Answer]] = []
+    lonely = tries = 0
+    while not tries or (lonely and tries < TRIES):
+        prepare()
+        tries += 1
+        got, lonely = await _at_once(exam)
+        answers += got
+    for _ in exam.targets:
         tick()
-    both = [answer for _, answer in answers] + [await stranger.answer() for stranger in strangers]
-    lonely = sum(not any(_together(a, b) for b in both if b is not a) for _, a in answers)
     void = f"{lonely} requests decoded beside no other" if lonely else None
-    return Outcome(answers, f"{len(both)} at once, each decoding beside others", void)
+    return Outcome(answers, f"{2 * len(exam.targets)} at once, each decoding beside others", void)
 
 
 def _together(a: Answer, b: Answer) -> bool:
@@ -157,8 +168,7 @@ def _together(a: Answer, b: Answer) -> bool:
 
 async def batch(exam: Exam, tick: Tick) -> Outcome:
     """All targets and as many strangers at once, cold but for what targets have in common."""
-    exam.line.forget()
-    return await _all_at_once(exam, tick)
+    return await _batches(exam, exam.line.forget, tick)
 
 
 async def _mixed_steps(line: Line, flight: Flight) -> int:
@@ -304,7 +314,7 @@ async def hit_in_batch(exam: Exam, tick: Tick) -> Outcome:
     for target in exam.targets:
         await exam.line.ask(replace(target, max_tokens=1))
     before = await _hit_tokens(exam.line)
-    outcome = await _all_at_once(exam, tick)
+    outcome = await _batches(exam, lambda: None, tick)
     return _need_hits(exam, outcome, await _hit_tokens(exam.line) - before)
 
 

