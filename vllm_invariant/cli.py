@@ -71,3 +71,19 @@ def trace(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(run(model, context.args, ask, way, Console(), json_file))
+
+
+@app.command(context_settings=ENGINE_OPTIONS)
+def doctor(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="Checkpoint.  Other options go to the engine.")] = None,
+) -> None:
+    """Say what this machine and this model would come to, without starting an engine.
+
+    Exits 0 if ready, 1 if something is refused, 2 if it could not be found out.
+    """
+    from rich.console import Console
+
+    from vllm_invariant.doctor import run
+
+    raise typer.Exit(run(model, context.args, Console()))

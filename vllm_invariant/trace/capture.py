@@ -113,6 +113,9 @@ class Capture:
         if self._rows is None or not self._inside:
             return
         _, launches = self._inside.pop()
+        if self._inside and not name.startswith(self._inside[-1][0] + "."):
+            # Layers may share a module, such as the rotary embedding: named after the layer that runs it.
+            name = f"{self._inside[-1][0]}.{name.rsplit('.', 1)[-1]}"
         ran = tuple(dict.fromkeys(kernels.LAUNCHES[launches:]))
         for label, tensor in _tensors(output, "output"):
             if type(module).__name__ == LOGITS:

@@ -4,6 +4,7 @@
 import struct
 from typing import Any
 
+from vllm_invariant.options import engine_args
 from vllm_invariant.trace.plan import Ask, Way
 from vllm_invariant.trace.record import Run, Spot
 
@@ -19,35 +20,6 @@ LOGPROBS = 5
 STEPS = 100_000  # after which a run is taken to be stuck
 
 
-def engine_args(model: str, arguments: list[str], options: dict[str, Any]) -> Any:
-    """vLLM's own engine arguments from its own command line.
-
-    Args:
-        model: checkpoint.
-        arguments: ``--option value`` words, as for ``vllm serve``.
-        options: fields to set on top of them.
-
-    Raises:
-        ValueError: on words vLLM does not know.
-
-    """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ValueError(message)
-
-    parser = EngineArgs.add_cli_args(Parser(prog="engine options", add_help=False))
-    parser.set_defaults(**DEFAULTS)
-    args = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
-    for name, value in options.items():
-        setattr(args, name, value)
-    if not args.enforce_eager:
-        raise ValueError("a trace needs --enforce-eager: compiled code has no modules to watch")
-    return args
-
-
 class TraceEngine:
     """One engine and the hooks on its model."""
 
@@ -56,7 +28,10 @@ class TraceEngine:
 
         from vllm_invariant.trace.capture import Capture
 
-        self.engine = LLMEngine.from_engine_args(engine_args(model, arguments, options))
+        args = engine_args(model, arguments, DEFAULTS, options)
+        if not args.enforce_eager:
+            raise ValueError("a trace needs --enforce-eager: compiled code has no modules to watch")
+        self.engine = LLMEngine.from_engine_args(args)
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.capture = Capture(runner, self.scheduler)

@@ -1,0 +1,196 @@
+"""Faults planted in engines and servers of other processes, to see that audit and trace find them.
+
+A fault travels as a vLLM general plugin in a folder on PYTHONPATH, so it needs nothing from the
+package and reaches every process an engine or a server starts.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def planted(folder: Path, name: str) -> dict[str, str]:
+    """Environment in which every vLLM process has the fault ``name``; see `FAULTS`."""
+    assert name in FAULTS, name
+    info = folder / "planted_fault-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-fault\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_fault = planted_fault:register\n")
+    (folder / "planted_fault.py").write_text(
+        f"def register():\n    from tests.harness import faults\n\n    faults.FAULTS[{name!r}]()\n"
+    )
+    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def _in_worker(fault: Callable[[], None]) -> None:
+    """Plant once stock's kernels may be imported, after the package has put itself in place."""
+    from vllm_invariant import install
+
+    ours = install.in_worker
+
+    def in_worker() -> None:
+        ours()
+        fault()
+
+    install.in_worker = in_worker
+
+
+# --- CUDA -------------------------------------------------------------------------------------------
+
+
+def packed_decode_off() -> None:
+    """Cached rows of a mixed step go through stock's path, so they change kernel as prefills come and go."""
+
+    def fault() -> None:
+        from vllm_invariant.layer import InvariantQwenGatedDeltaNetAttention
+
+        del InvariantQwenGatedDeltaNetAttention._forward_core
+
+    _in_worker(fault)
+
+
+def norm_pin_off() -> None:
+    """The gated norm takes its rows per program from the step's total row count."""
+    from vllm_invariant import cuda
+
+    cuda.pin_norm = lambda: None
+
+
+# --- the same on a CPU, whose kernels differ --------------------------------------------------------
+
+
+def chunk_in_mixed_steps() -> None:
+    """Cached rows of a mixed step take the chunk kernel."""
+
+    def fault() -> None:
+        from vllm import _custom_ops as ops
+        from vllm.forward_context import get_forward_context
+
+        stock = ops.fused_sigmoid_gating_delta_rule_update_cpu
+
+        @functools.wraps(stock)
+        def update(**kw: Any) -> Any:
+            steps = get_forward_context().attn_metadata.values()
+            if not any(getattr(step, "num_prefills", 0) for step in steps):
+                return stock(**kw)
+            gates = {name: kw[name] for name in ("A_log", "a", "b", "dt_bias")}
+            g, beta = torch_ops.fused_gdn_gating_cpu(**gates)
+            out, _ = torch_ops.chunk_gated_delta_rule_cpu(
+                query=kw["q"],
+                key=kw["k"],
+                value=kw["v"],
+                g=g,
+                beta=beta,
+                initial_state=kw["initial_state_source"],
+                output_final_state=True,
+                cu_seqlens=kw["cu_seqlens"],
+                head_first=False,
+                use_qk_l2norm_in_kernel=True,
+                initial_state_indices=kw["initial_state_indices"],
+            )
+            return out.transpose(0, 1)
+
+        torch_ops = _Kept(ops, "fused_gdn_gating_cpu", "chunk_gated_delta_rule_cpu")
+        ops.fused_sigmoid_gating_delta_rule_update_cpu = update
+
+    _in_worker(fault)
+
+
+class _Kept:
+    """A module's functions as they are now, whatever wraps them later."""
+
+    def __init__(self, module: Any, *names: str) -> None:
+        vars(self).update({name: getattr(module, name) for name in names})
+
+
+def norm_by_rows() -> None:
+    """The gated norm adds up its squares in another order once a step has more than 64 rows."""
+
+    def fault() -> None:
+        import torch
+        from vllm.model_executor.layers.layernorm import RMSNormGated
+
+        stock = RMSNormGated.forward_native
+
+        def forward_native(self: Any, x: Any, z: Any = None) -> Any:
+            if x.shape[0] <= 64:
+                return stock(self, x, z)
+            wide = x.float()
+            halves = wide.pow(2).unflatten(-1, (2, -1)).mean(-1).mean(-1, keepdim=True)
+            normed = wide * torch.rsqrt(halves + self.eps) * self.weight.float()
+            return (normed * torch.nn.functional.silu(z.float())).to(x.dtype)
+
+        RMSNormGated.forward_native = forward_native
+
+    _in_worker(fault)
+
+
+# --- either -----------------------------------------------------------------------------------------
+
+
+def grid_32() -> None:
+    """Prefill chunks end on a grid half as wide as the chunk kernel's."""
+    from vllm_invariant.arithmetic import ARITHMETICS, CHUNK
+
+    ARITHMETICS[CHUNK.name] = replace(CHUNK, grid=32)
+
+
+def decode_blocks_published() -> None:
+    """Blocks that decode filled go to the prefix cache like any other."""
+    from vllm_invariant.history import HistoryMixin
+
+    HistoryMixin._publish = lambda self, request, tokens: self._stock_publish(request, tokens)
+
+
+def state_slot_perturbed() -> None:
+    """The recurrent state of layer 2 that a prefix-cache hit starts from is disturbed."""
+
+    def fault() -> None:
+        from vllm.v1.worker.gpu import model_runner as v2
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        for runner in (GPUModelRunner, v2.GPUModelRunner):
+            runner.execute_model = _disturbing(runner.execute_model)
+
+    _in_worker(fault)
+
+
+def _disturbing(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.num_computed_tokens:
+                _disturb(self, new, scheduler_output)
+        return stock(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def _disturb(runner: Any, new: Any, scheduler_output: Any) -> None:
+    name, layer = next(
+        (name, module) for name, module in runner.get_model().named_modules() if name.endswith("2.linear_attn")
+    )
+    groups = runner.kv_cache_config.kv_cache_groups
+    group = next(i for i, g in enumerate(groups) if any(name.endswith(n) for n in g.layer_names))
+    size = groups[group].kv_cache_spec.block_size
+    slot = new.block_ids[group][(new.num_computed_tokens - 1) // size]
+    sources = {copy[1]: copy[0] for copy in scheduler_output.kv_cache_block_copies or ()}
+    state = layer.kv_cache[1][sources.get(slot, slot)]
+    state += 1e-3 * state.abs().mean()
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "packed decode off": packed_decode_off,
+    "norm pin off": norm_pin_off,
+    "chunk kernel in mixed steps": chunk_in_mixed_steps,
+    "norm by rows": norm_by_rows,
+    "grid 32": grid_32,
+    "decode blocks published": decode_blocks_published,
+    "state slot perturbed": state_slot_perturbed,
+}
