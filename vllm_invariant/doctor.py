@@ -148,7 +148,9 @@ def examine(model: str, arguments: list[str], found: Findings) -> None:
 def _reason(error: ValueError) -> str:
     """The message, without the decoration of a config class that raised it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = next((line for line in lines if line.startswith("Value error, ")), lines[0] if lines else repr(error))
+    words = next(
+        (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else repr(error)
+    )
     return words.removeprefix("Value error, ").split(" [type=")[0]
 
 
@@ -223,7 +225,9 @@ def run(model: str | None, arguments: list[str], console: Console) -> int:
     try:
         found = Findings(versions(), _device(), gate.judge(), seams_in_place())
         if not _is_found():
-            found.refused.append("vLLM does not find the plugin: install this package, and name it in VLLM_PLUGINS")
+            found.refused.append(
+                "vLLM does not find the plugin: install this package, and name it in VLLM_PLUGINS"
+            )
         if model is not None and found.verdict.ok and not any(found.moved.values()):
             examine(model, arguments, found)
     except importlib.metadata.PackageNotFoundError:

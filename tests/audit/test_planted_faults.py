@@ -13,8 +13,10 @@ import pytest
 from tests.harness import device
 from tests.harness.faults import planted
 from tests.harness.prompts import prompt
-from vllm_invariant.trace.plan import Ask, second_way
-from vllm_invariant.trace.run import Trace, trace
+from vllm_invariant.trace.plan import FIRST, Ask, path_not_taken, second_way
+from vllm_invariant.trace.record import KEYS_AND_VALUES
+from vllm_invariant.trace.run import Trace, look, trace
+from vllm_invariant.trace.worker import Worker
 
 pytestmark = pytest.mark.engine
 
@@ -46,54 +48,69 @@ class Case:
     on: str | None = None
 
 
-def turns() -> tuple[Ask, Ask]:
-    """Two turns whose shared tokens fill more than a block; the first one's answer is not known yet."""
-    return Ask(tuple(prompt(300, seed=93)), 60), Ask(tuple(prompt(300, seed=93)), 6)
-
-
+CPU_OPERATIONS = ("linear_attn.out_proj", "self_attn.attn", "mlp.gate_up_proj", "mlp.down_proj")
 FIRST_GDN = (("layers.0", "linear_attn.recurrence"),)
 COMPANY_WAY = {"company": COMPANY}
+# Stock's CPU linears and attention follow the rows of the step; its GPU kernels differ in a mixed step.
+STOCK = {
+    "cpu": tuple((f"layers.{i}", operation) for i in range(8) for operation in CPU_OPERATIONS),
+    "cuda": FIRST_GDN,
+}
 CASES = [
     Case("packed decode off", FIRST_GDN, "output", ASK, COMPANY_WAY, on="cuda"),
     Case("norm pin off", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cuda"),
     Case("chunk kernel in mixed steps", FIRST_GDN, "output", ASK, COMPANY_WAY, on="cpu"),
     Case("norm by rows", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cpu"),
     Case("grid 32", FIRST_GDN, "output", Ask(tuple(prompt(200, seed=94)), 2), {"cut": 104}),
-    Case(
-        "state slot perturbed",
-        (("layers.2", "linear_attn"),),
-        "recurrent state",
-        ASK,
-        {"hit": True},
-    ),
+    Case("state slot perturbed", (("layers.2", "linear_attn"),), "recurrent state", ASK, {"hit": True}),
+    Case(None, STOCK[device.NAME], "output", ASK, COMPANY_WAY),
 ]
+DECODED = Case("decode blocks published", (("layers.3", "self_attn.attn"),), KEYS_AND_VALUES, ASK, {})
 
 
-def run(folder: Path, checkpoint: Path, case: Case, patch: pytest.MonkeyPatch) -> Trace:
-    """The case's trace."""
-    environment = {} if case.fault is None else planted(folder / "fault", case.fault)
-    for entry in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
+def environment(case: Case, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Plant the case's fault in every process that is started from now on."""
+    found = {} if case.fault is None else planted(folder / "fault", case.fault)
+    for entry in filter(None, found.get("PYTHONPATH", "").split(os.pathsep)):
         patch.syspath_prepend(entry)  # a spawned process takes over this one's path
-    for name, value in {**device.ENVIRONMENT, **environment}.items():
+    for name, value in {**device.ENVIRONMENT, **found}.items():
         patch.setenv(name, value)
     if case.fault is None:
         patch.setenv("VLLM_BATCH_INVARIANT", "0")
-    assert os.environ["VLLM_BATCH_INVARIANT"] == str(int(case.fault is not None))
-    return trace(str(checkpoint), OPTIONS, case.ask, second_way(case.ask, **case.way), folder)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
-def test_the_trace_names_it(case: Case, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right layer, operation and tensor, and the values that are apart."""
-    if case.on not in (None, device.NAME):
-        pytest.skip(f"a fault of {case.on} kernels")
-    found = run(tmp_path, checkpoint, case, monkeypatch)
+def check(case: Case, found: Trace) -> None:
+    """The trace names the place, and has the values that are apart."""
     difference = found.verdict.difference
-    assert difference is not None
-    assert any(
-        difference.layer.endswith(layer) and difference.operation == operation
-        for layer, operation in case.where
-    ), (difference.layer, difference.operation, difference.first)
-    assert difference.first.tensor.startswith(case.tensor)
+    assert difference is not None, "no difference"
+    named = (difference.layer.removeprefix("model."), difference.operation)
+    assert named in case.where and difference.first.tensor.startswith(case.tensor), difference.first
     (a, _), (b, _) = found.values
     assert (a != b).any()
+    assert path_not_taken(found.way, found.first, found.second) is None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault or "stock vLLM, flag unset")
+def test_the_trace_names_it(
+    case: Case, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right layer, operation and tensor."""
+    if case.on not in (None, device.NAME):
+        pytest.skip(f"a fault of {case.on} kernels")
+    environment(case, tmp_path, monkeypatch)
+    check(case, trace(str(checkpoint), OPTIONS, case.ask, second_way(case.ask, **case.way), tmp_path))
+
+
+def test_the_trace_names_decoded_keys_and_values(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time a conversation's second turn is sent, its hit holds what decode made."""
+    case = DECODED
+    environment(case, tmp_path, monkeypatch)
+    first = Ask(tuple(prompt(280, seed=57)), 160)
+    with Worker(tmp_path / "log", str(checkpoint), OPTIONS, {}) as engine:
+        answer = engine.run(first, FIRST).tokens
+        second = Ask((*first.prompt, *answer, *prompt(30, seed=58)), 4)
+        found = look(engine, engine, second, second_way(second, after=[first], hit=True))
+        assert found.second.cached > 320
+        check(case, found)

@@ -1,31 +1,21 @@
 """Faults planted in engines and servers of other processes, to see that audit and trace find them.
 
-A fault travels as a vLLM general plugin in a folder on PYTHONPATH, so it needs nothing from the
+A fault travels as a vLLM general plugin that is found on PYTHONPATH, so it needs nothing from the
 package and reaches every process an engine or a server starts.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.offer import offer
 
 
 def planted(folder: Path, name: str) -> dict[str, str]:
     """Environment in which every vLLM process has the fault ``name``; see `FAULTS`."""
-    assert name in FAULTS, name
-    info = folder / "planted_fault-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-fault\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplanted_fault = planted_fault:register\n")
-    (folder / "planted_fault.py").write_text(
-        f"def register():\n    from tests.harness import faults\n\n    faults.FAULTS[{name!r}]()\n"
-    )
-    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
+    return offer(folder, {"planted_fault": f"{__name__}:{FAULTS[name].__name__}"})
 
 
 def _in_worker(fault: Callable[[], None]) -> None:
@@ -174,7 +164,9 @@ def _disturbing(stock: Any) -> Any:
 
 def _disturb(runner: Any, new: Any, scheduler_output: Any) -> None:
     name, layer = next(
-        (name, module) for name, module in runner.get_model().named_modules() if name.endswith("2.linear_attn")
+        (name, module)
+        for name, module in runner.get_model().named_modules()
+        if name.endswith("2.linear_attn")
     )
     groups = runner.kv_cache_config.kv_cache_groups
     group = next(i for i, g in enumerate(groups) if any(name.endswith(n) for n in g.layer_names))

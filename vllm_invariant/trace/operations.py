@@ -59,9 +59,7 @@ OPERATIONS = {
         Operation(_LAYER, "causal_conv1d_fn", "conv1d", 1, False),
         Operation(_LAYER, "fused_post_conv_prep", "gate", 0, False, _GATE),
         Operation(_LAYER, "fused_sigmoid_gating_delta_rule_update", "recurrence", 1, True),
-        Operation(
-            _LAYER, "fused_recurrent_gated_delta_rule_packed_decode", "recurrence", 0, True, out="out"
-        ),
+        Operation(_LAYER, "fused_recurrent_gated_delta_rule_packed_decode", "recurrence", 0, True, out="out"),
         Operation(_LAYER, "fla_chunk_gated_delta_rule", "recurrence", 1, False),
         Operation(_LAYER, "fi_chunk_gated_delta_rule", "recurrence", 1, False),
     ),

@@ -58,16 +58,30 @@ def trace(model: str, arguments: list[str], ask: Ask, way: Way, folder: Path) ->
         if way.own_process:
             one.wait()  # one after the other: each measures the memory that is free
             other = stack.enter_context(Worker(folder / "second.log", model, arguments, way.options))
-        first, second = one.run(ask, FIRST), other.run(ask, way)
-        verdict = compare(first, second)
-        values = None
-        if verdict.difference is not None:
-            # Once more, for the numbers at the one spot that is of interest.
-            kept = (
-                one.run(ask, FIRST, verdict.difference.first).kept,
-                other.run(ask, way, verdict.difference.second).kept,
-            )
-            values = kept if None not in kept else None
+        return look(one, other, ask, way)
+
+
+def look(one: Worker, other: Worker, ask: Ask, way: Way) -> Trace:
+    """Run the request both ways in engines that are there, and compare.
+
+    Args:
+        one, other: engines of the first and of the second run; they may be the same.
+        ask, way: as in `trace`.
+
+    Raises:
+        WorkerError: if an engine dies.
+
+    """
+    first, second = one.run(ask, FIRST), other.run(ask, way)
+    verdict = compare(first, second)
+    values = None
+    if verdict.difference is not None:
+        # Once more, for the numbers at the one spot that is of interest.
+        kept = (
+            one.run(ask, FIRST, verdict.difference.first).kept,
+            other.run(ask, way, verdict.difference.second).kept,
+        )
+        values = kept if None not in kept else None
     return Trace(ask, way, first, second, verdict, values)
 
 

@@ -39,7 +39,9 @@ class Kept:
 def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Layers that keep something in the cache, by dotted name."""
     return {
-        name: module for name, module in model.named_modules() if getattr(module, "kv_cache", None) is not None
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "kv_cache", None) is not None
     }
 
 
@@ -62,9 +64,7 @@ def states(name: str, layer: Any, metadata: Any, index: int, tokens: int) -> Ite
         yield Kept(name, tensor, np.array([tokens - 1]), cache[slot : slot + 1], f"slot {slot}")
 
 
-def keys_and_values(
-    name: str, layer: Any, metadata: Any, index: int, start: int, end: int
-) -> Iterator[Kept]:
+def keys_and_values(name: str, layer: Any, metadata: Any, index: int, start: int, end: int) -> Iterator[Kept]:
     """An attention layer's keys and values of the tokens ``start`` to ``end`` of one request.
 
     The cache is (blocks, heads, block size, key and value).  On a CPU a block is packed in the kernel's
