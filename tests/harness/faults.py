@@ -100,7 +100,7 @@ class _Kept:
 
 
 def norm_by_rows() -> None:
-    """The gated norm adds up its squares in another order once a step has more than 64 rows."""
+    """The gated norm rounds before its gate once a step has more than 64 rows."""
 
     def fault() -> None:
         import torch
@@ -112,9 +112,9 @@ def norm_by_rows() -> None:
             if x.shape[0] <= 64:
                 return stock(self, x, z)
             wide = x.float()
-            halves = wide.pow(2).unflatten(-1, (2, -1)).mean(-1).mean(-1, keepdim=True)
-            normed = wide * torch.rsqrt(halves + self.eps) * self.weight.float()
-            return (normed * torch.nn.functional.silu(z.float())).to(x.dtype)
+            scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            normed = (wide * scale * self.weight.float()).to(x.dtype)
+            return (normed.float() * torch.nn.functional.silu(z.float())).to(x.dtype)
 
         RMSNormGated.forward_native = forward_native
 

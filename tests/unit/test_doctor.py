@@ -1,6 +1,7 @@
 """The doctor says everything that is wrong, and its exit code is the verdict."""
 
 import importlib.metadata
+import io
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def machine(monkeypatch):
 def look(model=None, arguments=()):
     """The exit code, and the screen as one line."""
     flag = os.environ.get("VLLM_BATCH_INVARIANT")
-    console = Console(width=4000, record=True, file=open(os.devnull, "w"))
+    console = Console(width=4000, record=True, file=io.StringIO())
     try:
         code = doctor.run(model, list(arguments), console)
     finally:
@@ -119,9 +120,10 @@ def test_the_command_on_this_machine(checkpoint: Path):
     """No engine is started: a model that is refused for two reasons, each named."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     code = "from vllm_invariant.cli import app; app()"
+    options = "--max-model-len 2048 --max-num-seqs 8 --max-num-batched-tokens 64"
+    options += " --mamba-ssm-cache-dtype bfloat16"
     ended = subprocess.run(
-        [sys.executable, "-c", code, "doctor", str(checkpoint), "--max-model-len", "2048"]
-        + ["--mamba-ssm-cache-dtype", "bfloat16", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"],
+        [sys.executable, "-c", code, "doctor", str(checkpoint), *options.split()],
         env=os.environ | device.ENVIRONMENT | {"COLUMNS": "400"},
         capture_output=True,
         text=True,

@@ -141,7 +141,7 @@ class Capture:
         count = tensor.shape[0]
         offset = 0 if op.cached or count >= rows.total else rows.total - count
         first = rows.first - offset
-        if 0 <= first and first + rows.count <= count:
+        if first >= 0 and first + rows.count <= count:
             site = f"{layer}.{op.name}"
             launched = tuple(dict.fromkeys(kernels.LAUNCHES[self._launches :]))
             self._see(site, name, tensor, count, first, ran, launched)

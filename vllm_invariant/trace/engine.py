@@ -55,7 +55,7 @@ class TraceEngine:
             self._finish([self._add(other)], {})
         traced = self._add(ask, first=True)
         self.capture.start(traced, keep)
-        outputs = self._finish([traced], {i: other for i, other in enumerate(way.company)})
+        outputs = self._finish([traced], dict(enumerate(way.company)))
         self.capture.stop()
         return self._result(outputs[traced], ask)
 

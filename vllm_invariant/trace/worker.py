@@ -1,6 +1,7 @@
 # In a vLLM branch: not needed (a tool for users).
 """Engines in processes of their own, which answer one request after another."""
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -105,10 +106,8 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionError):
                 self._connection.send(None)
-            except (BrokenPipeError, ConnectionError):
-                pass
             self._process.join(20 if kind is None else 0)
         if self._process.is_alive():
             self._process.terminate()
