@@ -17,6 +17,7 @@ from rich.table import Table
 from vllm_invariant import gate, grid, preflight, seams
 from vllm_invariant.config import InvariantConfig
 from vllm_invariant.ops import launch
+from vllm_invariant.options import engine_args, reason
 
 READY, REFUSED, COULD_NOT_RUN = 0, 1, 2
 PACKAGES = ("torch", "triton", "transformers", "vllm-invariant")
@@ -123,15 +124,13 @@ def examine(model: str, arguments: list[str], found: Findings) -> None:
         OSError: if the model cannot be read.
 
     """
-    from vllm_invariant.options import engine_args
-
     args = engine_args(model, arguments)
     try:
         with _collecting(found.refused):
             config = args.create_engine_config()
     except ValueError as error:
-        reason = _reason(error)
-        found.refused.append(reason if reason.startswith(preflight.FLAG) else f"by vLLM itself: {reason}")
+        why = reason(error)
+        found.refused.append(why if why.startswith(preflight.FLAG) else f"by vLLM itself: {why}")
         return
     architecture = config.model_config.architecture
     if architecture not in preflight.ARCHITECTURES:
@@ -143,15 +142,6 @@ def examine(model: str, arguments: list[str], found: Findings) -> None:
     problem = _launches(config)
     if problem:
         found.refused.append(problem)
-
-
-def _reason(error: ValueError) -> str:
-    """The message, without the decoration of a config class that raised it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = next(
-        (line for line in lines if line.startswith("Value error, ")), lines[0] if lines else repr(error)
-    )
-    return words.removeprefix("Value error, ").split(" [type=")[0]
 
 
 def _options(config: Any) -> InvariantConfig:
@@ -234,7 +224,7 @@ def run(model: str | None, arguments: list[str], console: Console) -> int:
         console.print("[bold red]could not run[/]: vLLM is not installed")
         return COULD_NOT_RUN
     except (OSError, ImportError, ValueError) as error:
-        console.print(f"[bold red]could not run[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]could not run[/]: {escape(reason(error))}", highlight=False, soft_wrap=True)
         return COULD_NOT_RUN
     console.print(screen(found, model, flag))
     return READY if found.ready else REFUSED

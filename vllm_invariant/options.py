@@ -39,3 +39,10 @@ def engine_args(
     for name, value in (fixed or {}).items():
         setattr(args, name, value)
     return args
+
+
+def reason(error: BaseException) -> str:
+    """An error's message, without the decoration of a config class that raised it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    words = next((line for line in lines if line.startswith("Value error, ")), lines[0])
+    return words.removeprefix("Value error, ").split(" [type=")[0]

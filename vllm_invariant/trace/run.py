@@ -2,12 +2,15 @@
 """``vllm-invariant trace``."""
 
 import json
+import shutil
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from vllm_invariant.trace import report
 from vllm_invariant.trace.compare import Verdict, compare
@@ -15,7 +18,7 @@ from vllm_invariant.trace.plan import FIRST, Ask, Way, path_not_taken
 from vllm_invariant.trace.record import Run
 from vllm_invariant.trace.worker import Worker, WorkerError
 
-SAME, DIFFERS, COULD_NOT_RUN = 0, 1, 2
+SAME, DIFFERS, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def run(
 
     Returns:
         0 if both runs are the same bit for bit, 1 if they differ, 2 if a run could not be made or did
-        not take its path.
+        not take its path, 130 if it was interrupted.
 
     """
     folder = Path(tempfile.mkdtemp(prefix="vllm-invariant-trace-"))
@@ -105,8 +108,13 @@ def run(
         with console.status(f"tracing {len(ask.prompt)} + {ask.max_tokens} tokens: {FIRST.name}; {way.name}"):
             found = trace(model, arguments, ask, way, folder)
     except WorkerError as error:
-        console.print(f"[bold red]could not run[/]: {error}", highlight=False, soft_wrap=True)
+        said = f"[bold red]could not run[/]: {escape(str(error))}\nThe engines' logs are in {folder}."
+        console.print(said, highlight=False, soft_wrap=True)
         return COULD_NOT_RUN
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return INTERRUPTED
+    shutil.rmtree(folder, ignore_errors=True)
     code = DIFFERS if not found.verdict.same else SAME
     void = path_not_taken(way, found.first, found.second)
     if not found.verdict.compared:
@@ -115,6 +123,13 @@ def run(
         console.print(f"[bold red]this proves nothing[/]: the second run was to be {way.name}, but {void}")
         code = COULD_NOT_RUN
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(found, code, void), indent=1))
+        _write(json_file, report.to_json(found, code, void), console)
     console.print(report.screen(found))
     return code
+
+
+def _write(file: Path, said: dict[str, Any], console: Console) -> None:
+    try:
+        file.write_text(json.dumps(said, indent=1))
+    except OSError as error:
+        console.print(f"[bold red]cannot write[/] {escape(str(file))}: {error.strerror}", highlight=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vllm_invariant.options import reason
 from vllm_invariant.trace.plan import Ask, Way
 from vllm_invariant.trace.record import Run, Spot
 
@@ -46,7 +47,7 @@ def serve(connection: Any, log: str, model: str, arguments: list[str], options: 
     except EOFError:
         pass
     except BaseException as error:  # whatever it is, the other end has to hear of it
-        connection.send(f"{type(error).__name__}: {error}")
+        connection.send(f"{type(error).__name__}: {reason(error)}")
         raise
     finally:
         sys.stdout.flush()
@@ -94,7 +95,7 @@ class Worker:
         except (EOFError, ConnectionError):
             self._process.join(10)
             code = self._process.exitcode
-            raise WorkerError(f"the engine's process ended with code {code}; its log: {self.log}") from None
+            raise WorkerError(f"the engine's process ended with code {code}") from None
         if isinstance(answer, str):
             raise WorkerError(answer)
         return answer
