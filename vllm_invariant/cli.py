@@ -30,10 +30,19 @@ def demo() -> None:
 ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
+def _model_first(model: str | None) -> str | None:
+    """An unknown option counts as an argument, so it would be taken for the model."""
+    if model is not None and model.startswith("-"):
+        raise typer.BadParameter(f"the model comes first, before {model}")
+    return model
+
+
 @app.command(context_settings=ENGINE_OPTIONS)
 def trace(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Checkpoint.  Other options go to the engine.")],
+    model: Annotated[
+        str, typer.Argument(callback=_model_first, help="Checkpoint.  Other options go to the engine.")
+    ],
     prompt_ids: Annotated[str, typer.Option(help="Token ids: 1,2,3 or @file.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
     company: Annotated[
@@ -76,7 +85,9 @@ def trace(
 @app.command(context_settings=ENGINE_OPTIONS)
 def doctor(
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="Checkpoint.  Other options go to the engine.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(callback=_model_first, help="Checkpoint.  Other options go to the engine.")
+    ] = None,
 ) -> None:
     """Say what this machine and this model would come to, without starting an engine.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import CPU, GPU
 from tests.harness import device
 from tests.harness.faults import planted
 from tests.harness.prompts import prompt
@@ -48,7 +49,10 @@ class Case:
     on: str | None = None
 
 
-CPU_OPERATIONS = ("linear_attn.out_proj", "self_attn.attn", "mlp.gate_up_proj", "mlp.down_proj")
+LINEARS = (
+    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.out_proj self_attn.qkv_proj self_attn.o_proj"
+)
+CPU_OPERATIONS = (*LINEARS.split(), "self_attn.attn", "mlp.gate_up_proj", "mlp.down_proj")
 FIRST_GDN = (("layers.0", "linear_attn.recurrence"),)
 COMPANY_WAY = {"company": COMPANY}
 # Stock's CPU linears and attention follow the rows of the step; its GPU kernels differ in a mixed step.
@@ -65,6 +69,7 @@ CASES = [
     Case("state slot perturbed", (("layers.2", "linear_attn"),), "recurrent state", ASK, {"hit": True}),
     Case(None, STOCK[device.NAME], "output", ASK, COMPANY_WAY),
 ]
+MARKS: dict[str | None, Any] = {None: (), "cpu": CPU, "cuda": GPU}
 DECODED = Case("decode blocks published", (("layers.3", "self_attn.attn"),), KEYS_AND_VALUES, ASK, {})
 
 
@@ -90,13 +95,11 @@ def check(case: Case, found: Trace) -> None:
     assert path_not_taken(found.way, found.first, found.second) is None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault or "stock vLLM, flag unset")
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.fault or "stock", marks=MARKS[c.on]) for c in CASES])
 def test_the_trace_names_it(
     case: Case, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right layer, operation and tensor."""
-    if case.on not in (None, device.NAME):
-        pytest.skip(f"a fault of {case.on} kernels")
     environment(case, tmp_path, monkeypatch)
     check(case, trace(str(checkpoint), OPTIONS, case.ask, second_way(case.ask, **case.way), tmp_path))
 
