@@ -34,7 +34,7 @@ class Case:
     Attributes:
         fault: its name, or None for stock vLLM without the flag.
         where: ends of (layer, operation) the trace may name.
-        tensor: start of the tensor's name.
+        tensor: start of the tensor's name, or several.
         ask: the traced request.
         way: arguments of `second_way`.
         on: the only device it exists on, if there is one.
@@ -43,7 +43,7 @@ class Case:
 
     fault: str | None
     where: tuple[tuple[str, str], ...]
-    tensor: str
+    tensor: str | tuple[str, ...]
     ask: Ask
     way: dict[str, Any]
     on: str | None = None
@@ -61,7 +61,7 @@ STOCK = {
     "cuda": FIRST_GDN,
 }
 CASES = [
-    Case("packed decode off", FIRST_GDN, "output", ASK, COMPANY_WAY, on="cuda"),
+    Case("packed decode off", FIRST_GDN, ("output", "recurrent state after"), ASK, COMPANY_WAY, on="cuda"),
     Case("norm pin off", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cuda"),
     Case("chunk kernel in mixed steps", FIRST_GDN, "output", ASK, COMPANY_WAY, on="cpu"),
     Case("norm by rows", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cpu"),

@@ -70,8 +70,8 @@ def chunk_in_mixed_steps() -> None:
             if not any(getattr(step, "num_prefills", 0) for step in steps):
                 return stock(**kw)
             gates = {name: kw[name] for name in ("A_log", "a", "b", "dt_bias")}
-            g, beta = torch_ops.fused_gdn_gating_cpu(**gates)
-            out, _ = torch_ops.chunk_gated_delta_rule_cpu(
+            g, beta = ops.fused_gdn_gating_cpu(**gates)
+            out, _ = ops.chunk_gated_delta_rule_cpu(
                 query=kw["q"],
                 key=kw["k"],
                 value=kw["v"],
@@ -86,17 +86,9 @@ def chunk_in_mixed_steps() -> None:
             )
             return out.transpose(0, 1)
 
-        torch_ops = _Kept(ops, "fused_gdn_gating_cpu", "chunk_gated_delta_rule_cpu")
         ops.fused_sigmoid_gating_delta_rule_update_cpu = update
 
     _in_worker(fault)
-
-
-class _Kept:
-    """A module's functions as they are now, whatever wraps them later."""
-
-    def __init__(self, module: Any, *names: str) -> None:
-        vars(self).update({name: getattr(module, name) for name in names})
 
 
 def norm_by_rows() -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from vllm_invariant.trace.record import AFTER, BEFORE, KEYS_AND_VALUES, STATES, Run, Seen, Spot, Step
 
+# Names that `operations` gives to what writes each state.
+WRITERS = dict(zip(STATES, ("conv1d", "recurrence"), strict=True))
+
 
 @dataclass(frozen=True)
 class Side:
@@ -20,6 +23,14 @@ class Side:
     digest: int
     step: Step
     seen: Seen
+
+    @property
+    def writer(self) -> Seen | None:
+        """The operation of this step that wrote the state, if it is one that the step left behind."""
+        if not self.seen.tensor.endswith(AFTER):
+            return None
+        site = f"{self.seen.site}.{WRITERS[self.seen.tensor.removesuffix(AFTER)]}"
+        return next((seen for seen in reversed(self.step.seen) if seen.site == site), None)
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,10 @@ class Difference:
 
     @property
     def operation(self) -> str:
-        """What is below the layer."""
-        return self.first.site.removeprefix(self.layer).removeprefix(".") or self.first.site
+        """What is below the layer.  A state that both runs wrote is named by what wrote it."""
+        a, b = self.a.writer, self.b.writer
+        site = a.site if a is not None and b is not None else self.first.site
+        return site.removeprefix(self.layer).removeprefix(".") or site
 
 
 @dataclass(frozen=True)

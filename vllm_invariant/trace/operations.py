@@ -91,16 +91,26 @@ def watch(device: str, show: Show, before: Callable[[], None]) -> tuple[str, ...
     return tuple(gone)
 
 
+_inside: list[list[str]] = []  # of each watched call that runs now, the watched calls it made
+
+
 def _wrap(op: Operation, show: Show, before: Callable[[], None], stock: Any) -> Any:
     @functools.wraps(stock)
     def operation(*args: Any, **kwargs: Any) -> Any:
+        if _inside:  # part of another one, which is the one that is shown
+            _inside[-1].append(stock.__name__)
+            return stock(*args, **kwargs)
         before()
-        result = stock(*args, **kwargs)
+        _inside.append([])
+        try:
+            result = stock(*args, **kwargs)
+        finally:
+            ran = " > ".join((stock.__name__, *_inside.pop()))
         written = kwargs[op.out] if op.out is not None else result
         tensors = written if isinstance(written, tuple) else (written,)
         for name, tensor in zip(op.results, tensors, strict=False):
             if isinstance(tensor, torch.Tensor):
-                show(op, name, tensor.transpose(0, op.axis), stock.__name__)
+                show(op, name, tensor.transpose(0, op.axis), ran)
         return result
 
     return operation

@@ -64,13 +64,16 @@ _ROWS = ("tensor", "ran", "Triton kernels", "shape", "step", "tokens of the requ
 
 def _side(side: Side) -> tuple[str, ...]:
     step, seen = side.step, side.seen
-    company = f"{step.rows} rows of {step.requests} request{'s' * (step.requests > 1)}"
+    made = side.writer or seen
+    ran = seen.ran if made is seen else f"{made.ran}, into {seen.ran}"
+    rows = f"{step.rows} row{'s' * (step.rows > 1)}"
+    company = f"{rows} of {step.requests} request{'s' * (step.requests > 1)}"
     if step.cached_rows:
         company += f", {step.cached_rows} of them decode"
     return (
         seen.tensor,
-        seen.ran,
-        "\n".join(seen.kernels[-8:]),
+        ran,
+        "\n".join(made.kernels[-8:]),
         f"{seen.dtype} {list(seen.shape)}",
         str(step.number),
         f"{step.start} to {step.end}",
@@ -168,7 +171,7 @@ def to_json(found: "Trace", code: int, void: str | None) -> dict[str, Any]:
             "numbers": numbers(found),
             **{
                 name: dict(zip((row.replace(" ", "_") for row in _ROWS), _side(side), strict=True))
-                | {"kernels": side.seen.kernels}
+                | {"kernels": (side.writer or side.seen).kernels}
                 for name, side in (("a", difference.a), ("b", difference.b))
             },
         }
