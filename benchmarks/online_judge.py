@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.online_traffic import Reply
-from vllm_invariant.demo.answers import float32_bits
+from vllm_invariant.audit.answers import float32_bits
 
 NAME = re.compile(r"(?:alone|target|background)-\d+")
 

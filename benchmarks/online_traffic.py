@@ -9,7 +9,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
-from vllm_invariant.demo.traffic import listed_logprobs
+from vllm_invariant.audit.traffic import listed_logprobs
 
 PROMPT_CLASSES = (116, 321, 1059)
 TARGET_GENERATIONS = (16, 64, 128)

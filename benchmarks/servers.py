@@ -4,15 +4,13 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from vllm_invariant import gate
-from vllm_invariant.demo import server
+from vllm_invariant.audit import server
 
 NAME = "bench"  # the model's name in requests
 GIB = 1 << 30
@@ -43,13 +41,6 @@ class Mode:
         return " ".join(["env", *unset, *shown, "vllm serve MODEL", *self.options])
 
 
-def serve_command() -> list[str]:
-    """``vllm serve``, up to the model, also where no ``vllm`` script was installed."""
-    if gate.installed_vllm()[0] == "vllm":
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    return server.serve_command()
-
-
 def common_options(*, max_model_len: int, max_num_seqs: int, kv_cache_gib: float) -> list[str]:
     """Options of every server, whatever its mode."""
     options = [
@@ -78,7 +69,7 @@ class BenchServer(server.Server):
         defaults = {"OMP_WAIT_POLICY": "passive"}
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [*serve_command(), str(model), *address, *common, *mode.options],
+                [*server.serve_command(), str(model), *address, *common, *mode.options],
                 env=defaults | inherited | quiet | dict(mode.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -133,3 +133,21 @@ def test_shared_prefixes_in_any_order(engines: Engines) -> None:
             hits.add(tuple(by_request[i] for i in range(len(requests))))
     assert len(hits) > 1, "void: every run had the same hits"
     assert any(any(lengths) for lengths in hits)
+
+
+def test_a_hit_on_a_copy_made_in_the_same_step(engines: Engines) -> None:
+    """Several requests hit inside a block at once, and one of them the copy another just got."""
+    b = engines.block
+    head = prompt(7 * b, seed=16)
+    lengths = (2 * b - 1, 2 * b, 2 * b + 1, 6 * b + 127, 6 * b + 128)
+    requests = asks([head[: n - 17] + prompt(17, seed=100 + n) for n in lengths])
+    expected = engines.solo(requests)
+    run = engines.get(max_num_batched_tokens=2048).run(requests)
+    chains = [
+        copy
+        for step in run.record.steps
+        for copy in step.copies
+        if copy.src_block_id in {other.dst_block_id for other in step.copies}
+    ]
+    assert chains, "void: no copy built on another"
+    assert_same(expected, run.results, "hits on copies")

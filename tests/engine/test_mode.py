@@ -70,11 +70,12 @@ def test_a_compiled_engine(engines: Engines, checkpoint: Path, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real server, its engine in a process of its own."""
-    from vllm_invariant.demo.server import running
+    from vllm_invariant.audit.server import running
+    from vllm_invariant.demo.run import launch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-        with running(checkpoint, tmp_path_factory.mktemp("server") / "log") as started:
+        with running(launch(checkpoint), tmp_path_factory.mktemp("server") / "log") as started:
             yield started.url
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 utils = pytest.importorskip("vllm.v1.worker.utils", reason="vLLM is not installed")
-from vllm_invariant.block_copy import copy_whole_pages, widest_first  # noqa: E402
+from vllm_invariant.block_copy import copy_whole_pages, from_the_beginning, widest_first  # noqa: E402
 
 STOCK = getattr(utils.copy_kv_cache_blocks_inplace, "__wrapped__", utils.copy_kv_cache_blocks_inplace)
 BLOCKS, PAGE, STATE = 4, 96, 64  # bytes in a page, and those that the state uses of it
@@ -69,3 +71,27 @@ def test_widest_first_is_stable_and_counts_bytes():
         torch.zeros(5),
     )
     assert [id(t) for t in widest_first([b, a, c, d])] == [id(t) for t in (d, a, c, b)]
+
+
+def test_a_copy_of_a_copy_is_a_copy_of_the_first(views):
+    source = page(views, 0)
+    copy_whole_pages(STOCK)(views, BLOCKS, [(0, 1), (1, 2), (2, 3)])
+    assert all(torch.equal(page(views, b), source) for b in range(BLOCKS))
+
+
+def test_stock_copies_what_the_block_held_before(views):
+    """The rule turned off."""
+    source, before = page(views, 0), page(views, 1)
+    STOCK(views[1:], BLOCKS, [(0, 1), (1, 2)])
+    assert torch.equal(page(views, 1), source)
+    assert torch.equal(page(views, 2), before) and not torch.equal(before, source)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
+def test_all_at_once_is_as_one_after_another(copies):
+    one_by_one, at_once = list("abcdef"), list("abcdef")
+    for source, destination in copies:
+        one_by_one[destination] = one_by_one[source]
+    for destination, content in [(d, at_once[s]) for s, d in from_the_beginning(copies)]:
+        at_once[destination] = content
+    assert at_once == one_by_one

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_invariant.demo.corpus import corpus
+from vllm_invariant.audit.corpus import corpus
 
 TINY: dict[str, Any] = {
     "hidden_size": 256,

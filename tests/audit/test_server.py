@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_invariant.demo import server
+from vllm_invariant.audit import server
+from vllm_invariant.audit.server import Launch
 
 HEALTHY = """
 import http.server, subprocess, sys
@@ -54,7 +55,7 @@ def wait_until_gone(pid: int) -> None:
 
 def test_a_server_is_ended_with_its_children(stand_in, tmp_path):
     stand_in(HEALTHY)
-    with server.running(tmp_path, tmp_path / "log") as running:
+    with server.running(Launch(str(tmp_path)), tmp_path / "log") as running:
         child = int((tmp_path / "log").read_text().split()[1])
         assert is_running(child)
         running.check_alive()
@@ -65,7 +66,7 @@ def test_a_server_is_ended_with_its_children(stand_in, tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_server_is_ended_when_the_block_raises(stand_in, tmp_path, error):
     stand_in(HEALTHY)
-    with pytest.raises(error), server.running(tmp_path, tmp_path / "log") as running:
+    with pytest.raises(error), server.running(Launch(str(tmp_path)), tmp_path / "log") as running:
         raise error
     assert running.process.returncode is not None
 
@@ -73,7 +74,7 @@ def test_a_server_is_ended_when_the_block_raises(stand_in, tmp_path, error):
 def test_a_server_that_ignores_sigterm_is_killed(stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "STOP_LIMIT", 0.2)
     stand_in("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY)
-    with server.running(tmp_path, tmp_path / "log") as running:
+    with server.running(Launch(str(tmp_path)), tmp_path / "log") as running:
         child = int((tmp_path / "log").read_text().split()[1])
     wait_until_gone(child)
     assert running.process.returncode == -signal.SIGKILL
@@ -83,14 +84,14 @@ def test_a_server_that_dies_at_start_shows_why(stand_in, tmp_path):
     stand_in(DYING)
     with (
         pytest.raises(server.ServerFailed, match=r"(?s)code 3.*the reason"),
-        server.running(tmp_path, tmp_path / "log"),
+        server.running(Launch(str(tmp_path)), tmp_path / "log"),
     ):
         pass
 
 
 def test_a_server_that_never_answers_is_given_up_and_ended(stand_in, tmp_path):
     stand_in(SILENT)
-    silent = server.Server(tmp_path, tmp_path / "log")
+    silent = server.Server(Launch(str(tmp_path)), tmp_path / "log")
     try:
         with pytest.raises(server.ServerFailed, match="did not answer"):
             silent.wait_until_ready(limit=0.5)
@@ -106,15 +107,16 @@ def test_tail_shows_the_end(tmp_path):
     assert server.tail(log, lines=2) == "line 98\nline 99"
 
 
-def test_the_flag_is_set_whatever_the_caller_has(monkeypatch):
+def test_what_is_wanted_comes_before_what_the_caller_has(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    environment = server.environment()
+    environment = server.environment({"VLLM_BATCH_INVARIANT": "1"})
     assert environment["VLLM_BATCH_INVARIANT"] == "1"
     assert environment["OMP_WAIT_POLICY"] == "active"
     assert os.environ["VLLM_BATCH_INVARIANT"] == "0"
 
 
-def test_only_loopback_is_served():
-    options = server.options(1234)
-    assert options[options.index("--host") + 1] == "127.0.0.1"
+def test_an_option_wanted_is_the_last_word_but_only_loopback_is_served():
+    options = server.options(["--no-enable-prefix-caching", "--host", "0.0.0.0"], 1234)
+    assert options.index("--no-enable-prefix-caching") > options.index("--enable-prefix-caching")
+    assert options[-4:] == ["--host", "127.0.0.1", "--port", "1234"]
