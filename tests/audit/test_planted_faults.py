@@ -3,8 +3,12 @@
 On a GPU and on a CPU the same rule guards other kernels, so some faults exist once for each.
 """
 
+import json
 import os
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,48 +33,55 @@ COMPANY = (Ask(tuple(prompt(63, seed=91)), 8), Ask(tuple(prompt(150, seed=92)), 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, and how it is traced.
+    """One fault, and how it is found.
 
     Attributes:
         fault: its name, or None for stock vLLM without the flag.
-        where: ends of (layer, operation) the trace may name.
-        tensor: start of the tensor's name, or several.
+        where: (layer, operation) pairs the trace may name.
+        on: the only device it exists on, if there is one.
+        tensor: what the tensor's name starts with.
         ask: the traced request.
         way: arguments of `second_way`.
-        on: the only device it exists on, if there is one.
+        axis: on which the audit sees it.
 
     """
 
     fault: str | None
     where: tuple[tuple[str, str], ...]
-    tensor: str | tuple[str, ...]
-    ask: Ask
-    way: dict[str, Any]
     on: str | None = None
+    tensor: tuple[str, ...] = ("output",)
+    ask: Ask = ASK
+    way: Mapping[str, Any] = field(default_factory=lambda: {"company": COMPANY})
+    axis: str = "company"
+
+    @property
+    def marked(self) -> Any:
+        """As a parameter of a test."""
+        marks = {None: (), "cpu": CPU, "cuda": GPU}[self.on]
+        return pytest.param(self, id=self.fault or "stock", marks=marks)
 
 
-LINEARS = (
-    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.out_proj self_attn.qkv_proj self_attn.o_proj"
-)
-CPU_OPERATIONS = (*LINEARS.split(), "self_attn.attn", "mlp.gate_up_proj", "mlp.down_proj")
-FIRST_GDN = (("layers.0", "linear_attn.recurrence"),)
-COMPANY_WAY = {"company": COMPANY}
+RECURRENCE = (("layers.0", "linear_attn.recurrence"),)
+NORM = (("layers.0", "linear_attn.norm"),)
+STATE = (("layers.2", "linear_attn"),)
 # Stock's CPU linears and attention follow the rows of the step; its GPU kernels differ in a mixed step.
-STOCK = {
-    "cpu": tuple((f"layers.{i}", operation) for i in range(8) for operation in CPU_OPERATIONS),
-    "cuda": FIRST_GDN,
-}
+GDN = tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
+REST = ("self_attn.qkv_proj", "self_attn.attn", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+BY_ROWS = tuple((f"layers.{i}", operation) for i in range(8) for operation in (*GDN, *REST))
 CASES = [
-    Case("packed decode off", FIRST_GDN, ("output", "recurrent state after"), ASK, COMPANY_WAY, on="cuda"),
-    Case("norm pin off", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cuda"),
-    Case("chunk kernel in mixed steps", FIRST_GDN, "output", ASK, COMPANY_WAY, on="cpu"),
-    Case("norm by rows", (("layers.0", "linear_attn.norm"),), "output", ASK, COMPANY_WAY, on="cpu"),
-    Case("grid 32", FIRST_GDN, "output", Ask(tuple(prompt(200, seed=94)), 2), {"cut": 104}),
-    Case("state slot perturbed", (("layers.2", "linear_attn"),), "recurrent state", ASK, {"hit": True}),
-    Case(None, STOCK[device.NAME], "output", ASK, COMPANY_WAY),
+    # The step's output may round to the same bits while the state already does not.
+    Case("packed decode off", RECURRENCE, "cuda", ("output", "recurrent state after")),
+    Case("norm pin off", NORM, "cuda"),
+    Case("chunk kernel in mixed steps", RECURRENCE, "cpu"),
+    Case("norm by rows", NORM, "cpu"),
+    Case("grid 32", RECURRENCE, ask=Ask(tuple(prompt(200, seed=94)), 2), way={"cut": 104}, axis="cut"),
+    Case("state slot perturbed", STATE, tensor=("recurrent state",), way={"hit": True}, axis="hit"),
+    Case(None, BY_ROWS if device.NAME == "cpu" else RECURRENCE, axis="batch"),
 ]
-MARKS: dict[str | None, Any] = {None: (), "cpu": CPU, "cuda": GPU}
-DECODED = Case("decode blocks published", (("layers.3", "self_attn.attn"),), KEYS_AND_VALUES, ASK, {})
+# Traced as a conversation, whose second turn depends on the first one's answer.
+DECODED = Case(
+    "decode blocks published", (("layers.3", "self_attn.attn"),), tensor=(KEYS_AND_VALUES,), axis="history"
+)
 
 
 def environment(case: Case, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +106,7 @@ def check(case: Case, found: Trace) -> None:
     assert path_not_taken(found.way, found.first, found.second) is None
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.fault or "stock", marks=MARKS[c.on]) for c in CASES])
+@pytest.mark.parametrize("case", [case.marked for case in CASES])
 def test_the_trace_names_it(
     case: Case, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,3 +128,31 @@ def test_the_trace_names_decoded_keys_and_values(
         found = look(engine, engine, second, second_way(second, after=[first], hit=True))
         assert found.second.cached > 320
         check(case, found)
+
+
+@pytest.mark.parametrize("case", [case.marked for case in (*CASES, DECODED)])
+def test_the_audit_finds_it(
+    case: Case, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with the fault, audited from outside on one axis."""
+    environment(case, tmp_path, monkeypatch)
+    report = tmp_path / "report.json"
+    words = ["audit", str(checkpoint), "--axis", case.axis, "--tokens", "16", "--json", str(report)]
+    words += [*OPTIONS, "--enforce-eager"]
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from vllm_invariant.cli import app; app()",
+            *words,
+            *OPTIONS,
+            "--enforce-eager",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 1, ended.stdout[-4000:]
+    rows = [row for row in json.loads(report.read_text())["rows"] if row["axis"].startswith(case.axis)]
+    assert any(row["state"] == "different" for row in rows), ended.stdout[-4000:]
