@@ -8,6 +8,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 AXES = ("batch", "company", "cut", "hit", "history", "boot", "mode")
 
 
@@ -36,7 +37,7 @@ def _axes(names: list[str] | None) -> list[str]:
     return names or []
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=ENGINE_OPTIONS)
 def audit(
     context: typer.Context,
     checkpoint: Annotated[
@@ -101,3 +102,73 @@ def audit(
         command=run.command(),
     )
     raise typer.Exit(run.audit(wish, Console()))
+
+
+def _model_first(model: str | None) -> str | None:
+    """An unknown option counts as an argument, so it would be taken for the model."""
+    if model is not None and model.startswith("-"):
+        raise typer.BadParameter(f"the model comes first, before {model}")
+    return model
+
+
+@app.command(context_settings=ENGINE_OPTIONS)
+def trace(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(callback=_model_first, help="Checkpoint.  Other options go to the engine.")
+    ],
+    prompt_ids: Annotated[str, typer.Option(help="Token ids: 1,2,3 or @file.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
+    company: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="Requests in the same steps: ids, or @file, one JSON request a line."),
+    ] = None,
+    after: Annotated[
+        list[str] | None, typer.Option(help="Requests that run before it; written like --with.")
+    ] = None,
+    hit: Annotated[bool, typer.Option("--hit", help="On a prefix-cache hit of its own prompt.")] = False,
+    cut: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Alone again, in another process.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Run one request two ways and name the first layer, operation, token and tensor that differ.
+
+    Run A is the request alone, from an empty cache; run B is what the options say.  Exits 0 if every bit
+    is the same, 1 if not, 2 if it could not be found out.
+    """
+    from rich.console import Console
+
+    from vllm_invariant.trace import plan
+    from vllm_invariant.trace.run import run
+
+    try:
+        ask = plan.Ask(plan.read_ids(prompt_ids), max_tokens)
+        way = plan.second_way(
+            ask,
+            alone=alone,
+            hit=hit,
+            cut=cut,
+            company=plan.read_asks(company or (), max_tokens),
+            after=plan.read_asks(after or (), max_tokens),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(run(model, context.args, ask, way, Console(), json_file))
+
+
+@app.command(context_settings=ENGINE_OPTIONS)
+def doctor(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(callback=_model_first, help="Checkpoint.  Other options go to the engine.")
+    ] = None,
+) -> None:
+    """Say what this machine and this model would come to, without starting an engine.
+
+    Exits 0 if ready, 1 if something is refused, 2 if it could not be found out.
+    """
+    from rich.console import Console
+
+    from vllm_invariant.doctor import run
+
+    raise typer.Exit(run(model, context.args, Console()))

@@ -144,6 +144,12 @@ def _options(config: Any) -> InvariantConfig:
     return InvariantConfig.from_additional_config(config.additional_config)
 
 
+def problems(vllm_config: Any) -> Iterator[str]:
+    """Everything in an engine config that is refused, one sentence each."""
+    for rule in RULES:
+        yield from filter(None, rule(vllm_config))
+
+
 def check_engine(vllm_config: Any) -> InvariantConfig:
     """Judge the whole engine config.
 
@@ -155,9 +161,8 @@ def check_engine(vllm_config: Any) -> InvariantConfig:
 
     """
     options = _options(vllm_config)
-    for rule in RULES:
-        for problem in rule(vllm_config):
-            raise ValueError(problem)
+    for problem in problems(vllm_config):
+        raise ValueError(problem)
     return options
 
 
