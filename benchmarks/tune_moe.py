@@ -1,0 +1,199 @@
+"""Choose launch parameters for the Triton experts on this GPU, and print what a table row is made from.
+
+A launch is used for every number of tokens, or for a range of them: that keeps a row's bits only if all
+launches of the row give the same bits.  So every candidate is run on the same tokens and classed by its
+bits, then checked against itself at every token count, and timed.
+
+    python -m benchmarks.tune_moe [--shape qwen35-35b-a3b] [--json FILE]
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENS = (1, 8, 32, 64, 128, 256, 2048)
+ROUTINGS = 8  # different tokens in turn, so that a round's weights do not sit in the cache from the last
+
+# rows, columns and depth of a tile, warps, stages, tile rows that share weights
+CANDIDATES = [
+    (16, 32, 64, 4, 4, 1),
+    (16, 32, 128, 4, 4, 1),
+    (16, 64, 64, 4, 4, 1),
+    (16, 64, 128, 4, 3, 1),
+    (16, 64, 128, 4, 4, 1),
+    (16, 64, 256, 4, 3, 1),
+    (16, 128, 64, 4, 3, 1),
+    (16, 128, 64, 4, 4, 1),
+    (16, 128, 64, 8, 4, 1),
+    (16, 128, 128, 4, 3, 1),
+    (16, 128, 128, 8, 3, 1),
+    (32, 64, 128, 4, 4, 1),
+    (32, 128, 64, 4, 3, 1),
+    (32, 128, 64, 4, 4, 1),
+    (32, 128, 128, 8, 3, 1),
+    (64, 64, 32, 4, 3, 8),
+    (64, 64, 64, 4, 4, 1),
+    (64, 64, 128, 4, 3, 1),
+    (64, 128, 64, 4, 3, 1),
+    (64, 128, 64, 4, 4, 1),
+    (64, 128, 64, 8, 3, 1),
+    (64, 256, 64, 8, 3, 1),
+    (128, 64, 64, 4, 3, 1),
+    (128, 128, 64, 4, 3, 1),
+    (128, 128, 64, 8, 3, 1),
+    (128, 256, 64, 8, 3, 1),
+]
+NAMES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages", "GROUP_SIZE_M")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Sizes of one layer's experts."""
+
+    experts: int
+    top_k: int
+    width: int
+    hidden: int
+
+
+SHAPES = {
+    "qwen35-35b-a3b": Experts(256, 8, 512, 2048),
+    "qwen3-next-80b-a3b": Experts(512, 10, 512, 2048),
+}
+
+
+def launch(candidate: tuple[int, ...]) -> dict[str, int]:
+    """A candidate as vLLM takes it."""
+    return dict(zip(NAMES, candidate, strict=True)) | {"SPLIT_K": 1}
+
+
+class Bench:
+    """Random experts and tokens on the GPU."""
+
+    def __init__(self, shape: Experts, tokens: int = max(TOKENS)) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.shape = shape
+        normal = partial(torch.randn, generator=generator, device="cuda", dtype=torch.bfloat16)
+        self.w13 = normal(shape.experts, 2 * shape.width, shape.hidden) * 0.05
+        self.w2 = normal(shape.experts, shape.hidden, shape.width) * 0.05
+        self.x = [normal(tokens, shape.hidden) for _ in range(ROUTINGS)]
+        logits = [normal(tokens, shape.experts).float() for _ in range(ROUTINGS)]
+        chosen = [each.softmax(-1).topk(shape.top_k) for each in logits]
+        self.weights = [c.values / c.values.sum(-1, keepdim=True) for c in chosen]
+        self.ids = [c.indices.int() for c in chosen]
+
+    def run(self, tokens: int, routing: int = 0, config: dict[str, int] | None = None) -> torch.Tensor:
+        """One pass of the first tokens of one routing; vLLM's own choice of a launch for None."""
+        from vllm.model_executor.layers.fused_moe import fused_experts, override_config
+
+        i = routing
+        arguments = (self.w13, self.w2, self.weights[i][:tokens], self.ids[i][:tokens])
+        with override_config(config):
+            return fused_experts(self.x[i][:tokens], *arguments)
+
+    def time(self, tokens: int, config: dict[str, int] | None = None) -> float:
+        """Microseconds of a pass, replayed from a graph over all routings; the best of seven."""
+        self.run(tokens, config=config)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for routing in range(ROUTINGS):
+                self.run(tokens, routing, config)
+        times = []
+        for _ in range(8):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1000 * start.elapsed_time(end) / ROUTINGS)
+        return min(times[1:])
+
+
+def compile_one(shape: Experts, candidate: tuple[int, ...]) -> str | None:
+    """Fill Triton's cache for a candidate.  Returns why it cannot be launched, if so."""
+    bench = Bench(shape, tokens=65)
+    try:
+        for tokens in (1, 2, 8, 9, 13, 16, 64, 65):
+            bench.run(tokens, config=launch(candidate))
+        torch.cuda.synchronize()
+    except Exception as error:  # a shape that needs more shared memory than there is
+        return f"{type(error).__name__}: {error}"[:200]
+    return None
+
+
+def bits(tensor: torch.Tensor) -> str:
+    """A short name for a tensor's bits."""
+    return hashlib.sha256(tensor.cpu().view(torch.int16).numpy().tobytes()).hexdigest()[:8]
+
+
+def rows_move(bench: Bench, config: dict[str, int] | None) -> int:
+    """Rows whose bits differ between a call of all tokens and calls of the first few."""
+    whole = bench.run(max(TOKENS), config=config)
+    counts = sorted({*range(1, 66), *TOKENS, 127, 129, 255, 257, 511, 1023})
+    moved = (bench.run(count, config=config).ne(whole[:count]).any(-1).sum() for count in counts)
+    return int(sum(moved))
+
+
+def measure(shape: Experts, problems: list[str | None]) -> dict[str, Any]:
+    """Every candidate that can be launched: class of bits, rows that move, times."""
+    bench = Bench(shape)
+    found: dict[str, Any] = {}
+    named = {str(c): launch(c) for c, why in zip(CANDIDATES, problems, strict=True) if why is None}
+    for name, config in [("stock", None), *named.items()]:
+        found[name] = {
+            "bits": bits(bench.run(64, config=config)),
+            "rows that move": rows_move(bench, config),
+            "us": {tokens: bench.time(tokens, config) for tokens in TOKENS},
+        }
+    skipped = {str(c): why for c, why in zip(CANDIDATES, problems, strict=True) if why}
+    return {"launches": found, "not launched": skipped}
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    """Print classes, best first, and in each the launches by geometric mean."""
+    launches = result["launches"]
+    stock = launches["stock"]["us"]
+    print(f"## {name}", torch.cuda.get_device_name())
+    for each in sorted({entry["bits"] for entry in launches.values()}):
+        print(f"bits {each}")
+        ranked = []
+        for label, entry in launches.items():
+            if entry["bits"] == each:
+                ratios = [entry["us"][t] / stock[t] for t in TOKENS]
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                ranked.append((mean, label, ratios, entry["rows that move"]))
+        for mean, label, ratios, moved in sorted(ranked):
+            each_ratio = " ".join(f"{r:6.2f}" for r in ratios)
+            print(f"  {label:28} {mean:5.2f} of stock: {each_ratio}   rows that move {moved}")
+    print("  stock, us", " ".join(f"{stock[t]:.1f}" for t in TOKENS), result["not launched"])
+
+
+def main() -> None:
+    """Time and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="all by default")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    args = parser.parse_args()
+    names, results = args.shape or list(SHAPES), {}
+    with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
+        problems = {n: pool.map(partial(compile_one, SHAPES[n]), CANDIDATES) for n in names}
+        problems = {n: list(each) for n, each in problems.items()}
+    for name in names:
+        results[name] = measure(SHAPES[name], problems[name])
+        show(name, results[name])
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
