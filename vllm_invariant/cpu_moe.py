@@ -34,6 +34,12 @@ def expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.
     return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
 
 
+def run_tile(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """`expert` on at most `ROWS` rows, computed as exactly `ROWS`."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, ROWS - len(x)))
+    return expert(padded, gate_up, down)[: len(x)]
+
+
 def tiles_of(experts: torch.Tensor, rows: int = ROWS) -> list[tuple[int, torch.Tensor]]:
     """Split (token, place) pairs by expert, at most ``rows`` to a tile.
 
@@ -69,9 +75,7 @@ def run_experts(
     tokens, top_k = ids.shape
     out = x.new_empty(tokens * top_k, x.shape[-1])
     for e, pairs in tiles_of(ids.flatten().long()):
-        tile = x.new_zeros(ROWS, x.shape[-1])
-        tile[: len(pairs)] = x[pairs // top_k]
-        out[pairs] = expert(tile, w13[e], w2[e])[: len(pairs)]
+        out[pairs] = run_tile(x[pairs // top_k], w13[e], w2[e])
     # One product and one sum at a time: a fused or a vectorised reduction may round in another order.
     parts = out.view(tokens, top_k, -1).float().unbind(1)
     total = parts[0] * weights[:, :1]

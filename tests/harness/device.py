@@ -1,5 +1,6 @@
 """All that differs between the CPU engine and a GPU.  Nothing else in the engine tests asks."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -67,4 +68,32 @@ def _whole_step_linears(patch: pytest.MonkeyPatch) -> None:
 BATCH_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu": {"attention tiles": _stock_cpu_attention, "linear tiles": _whole_step_linears},
     "cuda": {},
+}[NAME]
+
+
+def _whole_shares(patch: pytest.MonkeyPatch) -> None:
+    """Each expert gets all of its tokens at once."""
+    from vllm_invariant import cpu_moe
+
+    patch.setattr(cpu_moe, "tiles_of", functools.partial(cpu_moe.tiles_of, rows=1 << 30))
+    patch.setattr(cpu_moe, "run_tile", cpu_moe.expert)
+
+
+def _launches_by_token_count(patch: pytest.MonkeyPatch) -> None:
+    """Each step gets the launch that vLLM thinks fastest for its number of tokens."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    def choose(w1: Any, w2: Any, top_k: int, dtype: Any, tokens: int, block_shape: Any = None) -> Any:
+        with pytest.MonkeyPatch.context() as off:
+            off.setitem(os.environ, "VLLM_BATCH_INVARIANT", "0")
+            return fused_moe.get_default_config(tokens, w2[0], w2[2], w1[2], top_k, dtype)
+
+    patch.setattr(triton_moe, "try_get_optimal_moe_config", choose)
+
+
+# What keeps an expert's bits apart from the step's number of tokens, turned off.
+MOE_RULE: Callable[[pytest.MonkeyPatch], None] = {
+    "cpu": _whole_shares,
+    "cuda": _launches_by_token_count,
 }[NAME]
