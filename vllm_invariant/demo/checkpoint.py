@@ -138,6 +138,9 @@ def make_checkpoint(path: Path, shape: Shape | None = None, *, tokenizer: bool =
         model = (_wrapper if shape.vision else _language_model)(shape)
     _initialise(model, shape)
     model.to(torch.bfloat16).save_pretrained(path)
+    if shape.device != "cpu":
+        del model
+        torch.cuda.empty_cache()
     if tokenizer:
         make_tokenizer(path, text["vocab_size"])
     done.write_text(recipe)
