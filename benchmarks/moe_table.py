@@ -167,8 +167,8 @@ def lines(shape: str, found: dict[str, Any]) -> list[str]:
     return [
         *report.heading(f"A mixture-of-experts layer, {shape}"),
         "Router, routed experts and shared expert of one layer, bfloat16. *stock*: no flag. *stock launch*:",
-        "the flag, with the one launch stock has for it. *invariant*: the flag, with this package's launches.",
-        "The last four columns are the router's product and the shared expert by themselves.",
+        "the flag, with the one launch stock has for it. *invariant*: the flag, with this package's.",
+        "Last four columns: the router's product and the shared expert by themselves.",
         "",
         *report.table(header, rows),
         "Largest distance from float32, in standard deviations of the outputs: "

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from vllm_invariant import seams
-from vllm_invariant.ops import launch
+from vllm_invariant.ops import launch, moe_launch
 
 logger = logging.getLogger("vllm.vllm_invariant")
 
@@ -40,6 +40,12 @@ def pin_norm() -> None:
     """Gated RMSNorm: one row per program, instead of a number that follows the total row count."""
     guard = importlib.import_module(f"{FLA}.layernorm_guard")
     seams.replace(guard, "calc_rows_per_block", lambda stock: lambda *args, **kwargs: 1)
+
+
+def launch_experts_by_shape() -> None:
+    """Experts: launches from the table, which round alike, in place of one for all."""
+    fused_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    seams.replace(fused_moe, "get_default_config", moe_launch.by_shape)
 
 
 def keep_remainders_out_of_decode_graphs() -> None:

@@ -91,6 +91,7 @@ def in_worker() -> None:
 
         cuda.pin_norm()
         cuda.keep_remainders_out_of_decode_graphs()
+        cuda.launch_experts_by_shape()
     if current_platform.is_cpu():
         _on_cpu_workers()
 

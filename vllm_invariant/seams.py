@@ -192,6 +192,12 @@ SEAMS = (
             ("_supports_parallel_config", ("moe_parallel_config",)),
         )
     ),
+    Seam(
+        "S28",
+        "vllm.model_executor.layers.fused_moe.fused_moe",
+        "get_default_config",
+        ("M", "E", "N", "K", "topk", "dtype", "block_shape"),
+    ),
     *(Seam("S22", f"{_FLA}.{module}", kernel) for module, kernel in launch.KERNELS.values()),
 )
 
