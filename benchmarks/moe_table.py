@@ -2,10 +2,10 @@
 
     python -m benchmarks.moe_table [--shape qwen35-35b-a3b]
 
-One layer of the shape is served by three processes after each other: stock without the flag, the flag with
-the launch stock fixes for it, and the flag with this package's launches.  Each first computes the same
-tokens, which are checked against float32; then every count of tokens is timed, from graphs that go
-through several sets of tokens, so that weights come from memory as they do in a model.
+One layer of the shape is loaded by three processes and measured in one after the other: stock without the
+flag, the flag with the launch stock fixes for it, and the flag with this package's launches.  Each first
+computes the same tokens, which are checked against float32; then every count of tokens is timed, from graphs
+that go through several sets of tokens, so that weights come from memory as they do in a model.
 """
 
 import argparse
@@ -28,6 +28,7 @@ MODES = {
     "stock launch": {"VLLM_BATCH_INVARIANT": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
 }
+READY = "MOE_TABLE"
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 
 
@@ -117,37 +118,62 @@ def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.
 
 
 def child(mode: str, model: Path) -> None:
-    """Measure one mode and print it."""
+    """Load, wait for a line of input, measure one mode and print it."""
     layer = Layer(model)
     if mode == "stock launch":
         from vllm.model_executor.layers.fused_moe import fused_moe
 
-        fused_moe.get_default_config = getattr(
-            fused_moe.get_default_config, "__wrapped__", fused_moe.get_default_config
-        )
+        fused_moe.get_default_config = fused_moe.get_default_config.__wrapped__
     parts = {
         "layer": layer.block,
         "router gate": layer.block.gate,
         "shared expert": layer.block.shared_expert,
     }
+    print(READY, flush=True)
+    sys.stdin.readline()
     found: dict[str, Any] = {"error": layer.error()}
     for name, part in parts.items():
         found[name] = {count: layer.time(part, count) for count in TOKENS}
-    print("MEASURED", json.dumps(found))
+    print(READY, json.dumps(found), flush=True)
 
 
-def measure(mode: str, model: Path) -> dict[str, Any]:
-    """One mode, in a process of its own."""
-    done = subprocess.run(
+def start(mode: str, model: Path, log: Path) -> subprocess.Popen:
+    """A process for one mode."""
+    return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.moe_table", "--child", mode, "--model", str(model)],
         env={**os.environ, **ENVIRONMENT, **MODES[mode]},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log.open("w"),
         text=True,
     )
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-    line = next(line for line in done.stdout.splitlines() if line.startswith("MEASURED "))
-    return json.loads(line.removeprefix("MEASURED "))
+
+
+def said(process: subprocess.Popen, log: Path) -> str:
+    """What a process says next.  Raises RuntimeError if it ends instead."""
+    for line in process.stdout:
+        if line.startswith(READY):
+            return line.removeprefix(READY).strip()
+    raise RuntimeError(f"a process ended early:\n{log.read_text()[-4000:]}")
+
+
+def measure(model: Path, folder: Path) -> dict[str, Any]:
+    """All modes: loaded together, measured alone."""
+    logs = {mode: folder / f"{mode}.log" for mode in MODES}
+    running = {mode: start(mode, model, logs[mode]) for mode in MODES}
+    try:
+        for mode, process in running.items():
+            said(process, logs[mode])
+        found = {}
+        for mode, process in running.items():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            found[mode] = json.loads(said(process, logs[mode]))
+        return found
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
 def lines(shape: str, found: dict[str, Any]) -> list[str]:
@@ -192,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         model = models.make_model(args.shape, args.models or Path(scratch), **layers)
-        found = {mode: measure(mode, model) for mode in MODES}
+        found = measure(model, Path(scratch))
     if max(found[mode]["error"] for mode in MODES) > 0.1:
         raise SystemExit(f"an output is too far from float32: { {m: found[m]['error'] for m in MODES} }")
     report.write(args.out, f"moe-layer-{args.shape}", lines(args.shape, found), found)

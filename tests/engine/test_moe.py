@@ -149,8 +149,8 @@ def test_preemption(engine: Engine) -> None:
     assert_same(expected, run.results[:2])
 
 
-def test_experts_that_see_the_whole_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule turned off: an expert's launch or shape follows the step's tokens, and bits move."""
+def test_experts_that_follow_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule broken: what an expert computes follows the step's tokens, and bits move."""
     requests = asks(prompts(LENGTHS, seed=30), max_tokens=6)
     expected = alone(engine, requests)
     assert_same(expected, engine.run(requests).results, "the rule on")

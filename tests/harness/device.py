@@ -79,21 +79,24 @@ def _whole_shares(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cpu_moe, "run_tile", cpu_moe.expert)
 
 
-def _launches_by_token_count(patch: pytest.MonkeyPatch) -> None:
-    """Each step gets the launch that vLLM thinks fastest for its number of tokens."""
-    from vllm.model_executor.layers.fused_moe import fused_moe
-    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+def _narrow_router_weights(patch: pytest.MonkeyPatch) -> None:
+    """Router weights in bfloat16 above 32 tokens: one rounding that follows the company.
 
-    def choose(w1: Any, w2: Any, top_k: int, dtype: Any, tokens: int, block_shape: Any = None) -> Any:
-        with pytest.MonkeyPatch.context() as off:
-            off.setitem(os.environ, "VLLM_BATCH_INVARIANT", "0")
-            return fused_moe.get_default_config(tokens, w2[0], w2[2], w1[2], top_k, dtype)
+    The experts' launches have no rule to turn off: all that were tried give the same bits.
+    """
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    patch.setattr(triton_moe, "try_get_optimal_moe_config", choose)
+    stock = BaseRouter.select_experts
+
+    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = stock(self, *args, **kwargs)
+        return (weights.bfloat16().float() if len(weights) > 32 else weights), ids
+
+    patch.setattr(BaseRouter, "select_experts", select_experts)
 
 
-# What keeps an expert's bits apart from the step's number of tokens, turned off.
+# What keeps an expert's bits apart from the step's number of tokens, turned off or broken.
 MOE_RULE: Callable[[pytest.MonkeyPatch], None] = {
     "cpu": _whole_shares,
-    "cuda": _launches_by_token_count,
+    "cuda": _narrow_router_weights,
 }[NAME]
