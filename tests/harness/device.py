@@ -84,15 +84,15 @@ def _narrow_router_weights(patch: pytest.MonkeyPatch) -> None:
 
     The experts' launches have no rule to turn off: all that were tried give the same bits.
     """
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
 
-    stock = BaseRouter.select_experts
+    stock = FusedMoERouter.select_experts
 
     def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, ids = stock(self, *args, **kwargs)
         return (weights.bfloat16().float() if len(weights) > 32 else weights), ids
 
-    patch.setattr(BaseRouter, "select_experts", select_experts)
+    patch.setattr(FusedMoERouter, "select_experts", select_experts)
 
 
 # What keeps an expert's bits apart from the step's number of tokens, turned off or broken.
