@@ -1,15 +1,14 @@
-"""Choose launch parameters for the Triton experts on this GPU, and print what a table row is made from.
+"""Choose launch parameters for the Triton experts on this GPU: what a row of the table is made from.
 
 A launch is used for every number of tokens, or for a range of them: that keeps a row's bits only if all
 launches of the row give the same bits.  So every candidate is run on the same tokens and classed by its
 bits, then checked against itself at every token count, and timed.
 
-    python -m benchmarks.tune_moe [--shape qwen35-35b-a3b] [--json FILE]
+    python -m benchmarks.tune_moe [--shape qwen35-35b-a3b]
 """
 
 import argparse
 import hashlib
-import json
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks import report
 
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
 ROUTINGS = 8  # different tokens in turn, so that a round's weights do not sit in the cache from the last
@@ -151,23 +152,29 @@ def measure(shape: Experts, problems: list[str | None]) -> dict[str, Any]:
     return {"launches": found, "not launched": skipped}
 
 
-def show(name: str, result: dict[str, Any]) -> None:
-    """Print classes, best first, and in each the launches by geometric mean."""
+def lines(name: str, result: dict[str, Any]) -> list[str]:
+    """A table of one shape: classes of equal bits, in each the launches by geometric mean."""
     launches = result["launches"]
-    stock = launches["stock"]["us"]
-    print(f"## {name}", torch.cuda.get_device_name())
-    for each in sorted({entry["bits"] for entry in launches.values()}):
-        print(f"bits {each}")
-        ranked = []
-        for label, entry in launches.items():
-            if entry["bits"] == each:
-                ratios = [entry["us"][t] / stock[t] for t in TOKENS]
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                ranked.append((mean, label, ratios, entry["rows that move"]))
-        for mean, label, ratios, moved in sorted(ranked):
-            each_ratio = " ".join(f"{r:6.2f}" for r in ratios)
-            print(f"  {label:28} {mean:5.2f} of stock: {each_ratio}   rows that move {moved}")
-    print("  stock, us", " ".join(f"{stock[t]:.1f}" for t in TOKENS), result["not launched"])
+    stock = {int(tokens): time for tokens, time in launches["stock"]["us"].items()}
+    ranked = []
+    for label, entry in launches.items():
+        ratios = [entry["us"][tokens] / stock[int(tokens)] for tokens in entry["us"]]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        ranked.append((entry["bits"], mean, label, ratios, entry["rows that move"]))
+    rows = [
+        [label, found, f"{moved}", f"{mean:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        for found, mean, label, ratios, moved in sorted(ranked)
+    ]
+    rows.append(["*stock, us*", "", "", "", *(f"{time:.1f}" for time in stock.values())])
+    counts = [f"{tokens:,}" for tokens in stock]
+    refused = [f"- {label}: {why}" for label, why in result["not launched"].items()]
+    return [
+        "",
+        f"## {name}",
+        "",
+        *report.table(["launch", "bits", "rows that move", "mean", *counts], rows),
+        *refused,
+    ]
 
 
 def main() -> None:
@@ -175,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="all by default")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args()
     names, results = args.shape or list(SHAPES), {}
     with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:
@@ -185,9 +192,15 @@ def main() -> None:
         problems = {n: list(each) for n, each in problems.items()}
     for name in names:
         results[name] = measure(SHAPES[name], problems[name])
-        show(name, results[name])
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    text = [
+        *report.heading("Launches of the Triton experts"),
+        "Routed experts of one layer, without router and shared expert. A launch is tile rows, columns and",
+        "depth, warps, stages, and tile rows that share weights. Times are ratios to *stock*, vLLM's own choice",
+        "by number of tokens without the flag; under the flag stock has (64, 64, 32, 4, 3, 8). *bits*: of 64",
+        "tokens' outputs, hashed. *rows that move*: rows whose bits differ in calls of fewer tokens.",
+        *(line for name in names for line in lines(name, results[name])),
+    ]
+    report.write(args.out, "moe-launches", text, results)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Shape:
 
 def _initialise(model: torch.nn.Module, shape: Shape) -> None:
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
-    random = {"generator": generator, "device": shape.device}
+    random: dict[str, Any] = {"generator": generator, "device": shape.device}
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             # g = -exp(A_log) * softplus(a + dt_bias): memory of roughly 1 / exp(A_log) tokens,
