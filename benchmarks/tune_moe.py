@@ -195,9 +195,10 @@ def main() -> None:
     text = [
         *report.heading("Launches of the Triton experts"),
         "Routed experts of one layer, without router and shared expert. A launch is tile rows, columns and",
-        "depth, warps, stages, and tile rows that share weights. Times are ratios to *stock*, vLLM's own choice",
-        "by number of tokens without the flag; under the flag stock has (64, 64, 32, 4, 3, 8). *bits*: of 64",
-        "tokens' outputs, hashed. *rows that move*: rows whose bits differ in calls of fewer tokens.",
+        "depth, warps, stages, and tile rows that share weights. Times are ratios to *stock*, vLLM's own",
+        "choice by number of tokens without the flag; under the flag stock has (64, 64, 32, 4, 3, 8).",
+        "*bits*: of 64 tokens' outputs, hashed. *rows that move*: rows whose bits differ in calls of fewer",
+        "tokens.",
         *(line for name in names for line in lines(name, results[name])),
     ]
     report.write(args.out, "moe-launches", text, results)
