@@ -60,7 +60,7 @@ class PinnedLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self.row = row
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """(..., depth) to (..., columns); ``bias`` is None."""
         rows = x.reshape(-1, x.shape[-1])
         out = matmul(rows, layer.weight, choose(self.row, len(rows)))
