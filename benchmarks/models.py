@@ -4,9 +4,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_invariant import grid
 from vllm_invariant.arithmetic import CHUNK
 from vllm_invariant.demo.checkpoint import TINY, Shape, make_checkpoint
+
+A3B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 8192,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     # For trying the scripts out on a CPU.
@@ -37,13 +51,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 248320,
         "tie_word_embeddings": True,
     },
+    "tiny-moe": {},
+    # The layers of Qwen3.5-35B-A3B and of Qwen3-Next-80B-A3B, as transformers' configs of these checkpoints
+    # have them; fewer of them, and a small vocabulary.
+    "qwen35-35b-a3b": A3B | {"num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 8},
+    "qwen3-next-80b-a3b": A3B | {"num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 4},
 }
 
+# The others are dense.
+FAMILIES = {"tiny-moe": "moe", "qwen35-35b-a3b": "moe", "qwen3-next-80b-a3b": "next"}
 
-def make_model(name: str, folder: Path) -> Path:
-    """Write the checkpoint ``name`` below ``folder``, or reuse the one that is there."""
-    config = TINY | SHAPES[name]
-    path = make_checkpoint(folder / name, Shape(config=config), tokenizer=False)
+
+def make_model(name: str, folder: Path, **more: Any) -> Path:
+    """Write the checkpoint ``name`` below ``folder``, or reuse the one that is there.
+
+    Args:
+        name: one of `SHAPES`.
+        folder: where checkpoints are kept.
+        more: further fields of its config.
+
+    """
+    config, family = TINY | SHAPES[name] | more, FAMILIES.get(name, "dense")
+    # Gigabytes of random numbers take a CPU minutes.
+    device = "cuda" if family != "dense" and torch.cuda.is_available() else "cpu"
+    shape = Shape(config=config, family=family, device=device)
+    path = make_checkpoint(folder / name, shape, tokenizer=False)
     if not (path / "tokenizer.json").is_file():
         make_word_tokenizer(path, config["vocab_size"])
     return path

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from vllm_invariant import seams
-from vllm_invariant.ops import launch
+from vllm_invariant.ops import launch, moe_launch
 
 logger = logging.getLogger("vllm.vllm_invariant")
 
@@ -49,6 +49,12 @@ def keep_chunk_states() -> None:
     for module in ("chunk_delta_h", "chunk"):
         owner = importlib.import_module(f"{FLA}.{module}")
         seams.replace(owner, "chunk_gated_delta_rule_fwd_h", keep_states)
+
+
+def launch_experts_by_shape() -> None:
+    """Experts: launches from the table, which round alike, in place of one for all."""
+    fused_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    seams.replace(fused_moe, "get_default_config", moe_launch.by_shape)
 
 
 def keep_remainders_out_of_decode_graphs() -> None:

@@ -92,6 +92,7 @@ def in_worker() -> None:
         cuda.pin_norm()
         cuda.keep_chunk_states()
         cuda.keep_remainders_out_of_decode_graphs()
+        cuda.launch_experts_by_shape()
     if current_platform.is_cpu():
         _on_cpu_workers()
 
@@ -125,13 +126,16 @@ def _on_every_worker() -> None:
 
 def _on_cpu_workers() -> None:
     from vllm.model_executor.layers import utils as layer_utils
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     from vllm_invariant.cpu_conv import accept_one_token
     from vllm_invariant.cpu_linear import tile_dispatch
+    from vllm_invariant.cpu_moe import offer
 
     seams.replace(gdn_attention, "_causal_conv1d_fwd_cpu", accept_one_token)
     seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
+    seams.replace(unquantized, "backend_to_kernel_cls", offer)
 
 
 def _replace_in(module: Any, name: str, wrap: Any, *importers: str) -> None:

@@ -17,9 +17,10 @@ logger = logging.getLogger("vllm.vllm_invariant")
 
 FLAG = "VLLM_BATCH_INVARIANT=1"
 
-# Model classes whose GDN layers were shown invariant.
-WRAPPER = "Qwen3_5ForConditionalGeneration"  # the same language model beside a vision tower
-ARCHITECTURES = ("Qwen3_5ForCausalLM", WRAPPER)
+# Model classes that were shown invariant.  A wrapper is the same language model beside a vision tower.
+WRAPPERS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+EXPERTS = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3NextForCausalLM")
+ARCHITECTURES = tuple(dict.fromkeys(("Qwen3_5ForCausalLM", *EXPERTS, *WRAPPERS)))
 
 
 def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
@@ -57,7 +58,7 @@ def _model(config: Any) -> Iterator[str | None]:
     model = config.model_config
     if model.architecture not in ARCHITECTURES:
         yield refuse(f"model class {model.architecture}", f"one of {', '.join(ARCHITECTURES)}")
-    if model.architecture == WRAPPER and not model.multimodal_config.language_model_only:
+    if model.architecture in WRAPPERS and not model.multimodal_config.language_model_only:
         yield refuse("image and video input", "--language-model-only")
     if model.runner_type != "generate":
         yield refuse(f"--runner {model.runner_type}", "--runner generate")
@@ -137,7 +138,23 @@ def _features(config: Any) -> Iterator[str | None]:
         yield refuse(f'gdn_prefill_backend="{backend}"', 'gdn_prefill_backend="triton"')
 
 
-RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (_model, _cache, _scheduler, _features)
+def _experts(config: Any) -> Iterator[str | None]:
+    if config.model_config.architecture not in EXPERTS:
+        return
+    parallel, kernels = config.parallel_config, ("auto", "triton")
+    if parallel.enable_expert_parallel:
+        yield refuse("--enable-expert-parallel", "--no-enable-expert-parallel")
+    if parallel.enable_eplb:
+        yield refuse("--enable-eplb", "--no-enable-eplb")
+    if parallel.enable_dbo:
+        yield refuse("--enable-dbo", "--no-enable-dbo")
+    if (backend := config.kernel_config.moe_backend) not in kernels:
+        yield refuse(f"--moe-backend {backend}", "--moe-backend auto")
+    if not getattr(config.model_config.hf_text_config, "norm_topk_prob", True):
+        yield refuse("norm_topk_prob=false in the model's config", "a model that normalizes router weights")
+
+
+RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (_model, _cache, _scheduler, _features, _experts)
 
 
 def _options(config: Any) -> InvariantConfig:

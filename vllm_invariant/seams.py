@@ -40,6 +40,7 @@ _GDN = "vllm.v1.attention.backends.gdn_attn"
 _LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _CPU = "vllm.v1.attention.backends.cpu_attn"
+_CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _FLA = "vllm.third_party.flash_linear_attention.ops"
 
 SEAMS = (
@@ -203,6 +204,32 @@ SEAMS = (
         _GDN,
         "GDNAttentionMetadataBuilder.update_block_table",
         ("self", "metadata", "blk_table", "slot_mapping"),
+    ),
+    Seam(
+        "S27",
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized",
+        "backend_to_kernel_cls",
+        ("backend",),
+    ),
+    Seam(
+        "S27",
+        _CPU_EXPERTS,
+        "CPUUnquantizedExperts.apply",
+        ("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids"),
+    ),
+    Seam("S27", _CPU_EXPERTS, "CPUUnquantizedExperts.process_weights_after_loading", ("self", "layer")),
+    *(
+        Seam("S27", _CPU_EXPERTS, f"CPUUnquantizedExperts.{name}", args)
+        for name, args in (
+            ("_supports_activation", ("activation",)),
+            ("_supports_parallel_config", ("moe_parallel_config",)),
+        )
+    ),
+    Seam(
+        "S28",
+        "vllm.model_executor.layers.fused_moe.fused_moe",
+        "get_default_config",
+        ("M", "E", "N", "K", "topk", "dtype", "block_shape"),
     ),
     *(Seam("S22", f"{_FLA}.{module}", kernel) for module, kernel in launch.KERNELS.values()),
 )

@@ -11,7 +11,10 @@ from benchmarks.models import SHAPES, make_word_tokenizer, state_block
 from benchmarks.offer import offer
 
 
-@pytest.mark.parametrize(("shape", "block"), [("tiny", 320), ("design8", 1088), ("qwen35-0.8b", 576)])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [("tiny", 320), ("design8", 1088), ("qwen35-0.8b", 576), ("tiny-moe", 320), ("qwen35-35b-a3b", 1088)],
+)
 def test_state_block(shape: str, block: int) -> None:
     """Tiny as the CPU engine logs it; the others are 1,056 and 544 rounded to the grid."""
     assert state_block(shape) == block

@@ -12,10 +12,11 @@ from vllm_invariant.demo.checkpoint import Shape, make_checkpoint
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def wrappers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Engines on a wrapper's checkpoint."""
-    made = Engines(make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "wrapper", Shape(vision=True)))
+    shape = Shape(vision=True, family=request.param)
+    made = Engines(make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "wrapper", shape))
     yield made
     made.close()
 

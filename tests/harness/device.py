@@ -1,5 +1,6 @@
 """All that differs between the CPU engine and a GPU.  Nothing else in the engine tests asks."""
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -78,4 +79,35 @@ def _whole_step_linears(patch: pytest.MonkeyPatch) -> None:
 BATCH_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu": {"attention tiles": _stock_cpu_attention, "linear tiles": _whole_step_linears},
     "cuda": {},
+}[NAME]
+
+
+def _whole_shares(patch: pytest.MonkeyPatch) -> None:
+    """Each expert gets all of its tokens at once."""
+    from vllm_invariant import cpu_moe
+
+    patch.setattr(cpu_moe, "tiles_of", functools.partial(cpu_moe.tiles_of, rows=1 << 30))
+    patch.setattr(cpu_moe, "run_tile", cpu_moe.expert)
+
+
+def _narrow_router_weights(patch: pytest.MonkeyPatch) -> None:
+    """Router weights in bfloat16 above 32 tokens: one rounding that follows the company.
+
+    The experts' launches have no rule to turn off: all that were tried give the same bits.
+    """
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
+
+    stock = FusedMoERouter.select_experts
+
+    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = stock(self, *args, **kwargs)
+        return (weights.bfloat16().float() if len(weights) > 32 else weights), ids
+
+    patch.setattr(FusedMoERouter, "select_experts", select_experts)
+
+
+# What keeps an expert's bits apart from the step's number of tokens, turned off or broken.
+MOE_RULE: Callable[[pytest.MonkeyPatch], None] = {
+    "cpu": _whole_shares,
+    "cuda": _narrow_router_weights,
 }[NAME]

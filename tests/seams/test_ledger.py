@@ -17,6 +17,7 @@ SEAMS_MD = Path(vllm_invariant.__file__).parents[1] / "SEAMS.md"
 COLUMNS = 7
 # Hooks of a backend class that upstream documents for classes outside its tree.
 BACKEND_HOOKS = {"get_name", "get_builder_cls", "get_impl_cls", "supports_batch_invariance"}
+BACKEND_HOOKS |= {"_supports_batch_invariance"}  # of an expert kernel
 
 
 def rows() -> dict[str, list[str]]:
@@ -81,10 +82,10 @@ def test_what_is_replaced_is_in_the_ledger(replaced):
 
 def overrides() -> set[tuple[str, str]]:
     """(module, Class.name) of upstream methods that classes of ours define anew."""
-    from vllm_invariant import backend, cpu_attention, history, junction, layer, scheduler
+    from vllm_invariant import backend, cpu_attention, cpu_moe, history, junction, layer, scheduler
 
     found = set()
-    for module in (backend, cpu_attention, history, junction, layer, scheduler):
+    for module in (backend, cpu_attention, cpu_moe, history, junction, layer, scheduler):
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
