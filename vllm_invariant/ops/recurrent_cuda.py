@@ -108,11 +108,101 @@ def recurrent_step(
         RuntimeError: if the library was not built, or the launch failed.
 
     """
-    arguments = _arguments(
-        mixed_qkv, a, b, A_log, dt_bias, state, out, slots, cu_seqlens, has_initial_state, initial_slots,
-        num_accepted, max_query_len,
-    )  # fmt: skip
+    arguments = _layout(mixed_qkv, a, b, A_log, dt_bias, state, out)
+    sequences = _indices(arguments, slots, cu_seqlens, has_initial_state, initial_slots, num_accepted, state.device)
+    if cu_seqlens is None and sequences != mixed_qkv.shape[0]:
+        raise ValueError(f"without cu_seqlens {mixed_qkv.shape[0]} rows need as many slots, not {sequences}")
+    if sequences == 0:
+        return
+    arguments.longest = 1 if cu_seqlens is None else max_query_len
     stream = torch.cuda.current_stream(state.device).cuda_stream
     error = library().recurrent_launch(ctypes.byref(arguments), state.device.index, stream)
     if error is not None:
         raise RuntimeError(f"the recurrent kernel did not start: {error.decode()}")
+
+
+def _layout(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor,
+) -> Arguments:
+    """Check the tensors of tokens and states, and describe them."""
+    tokens, channels = mixed_qkv.shape
+    heads = state.shape[1]
+    dim = HEAD_DIM
+    key_heads = (channels - heads * dim) // (2 * dim)
+    if state.shape[2:] != (dim, dim) or channels != (2 * key_heads + heads) * dim or heads % max(key_heads, 1):
+        raise ValueError(f"mixed_qkv {tuple(mixed_qkv.shape)} and state {tuple(state.shape)} do not fit heads of {dim}")
+    floats = (torch.float32, torch.bfloat16)
+    for name, x, shape, dtypes in (
+        ("mixed_qkv", mixed_qkv, (tokens, channels), (torch.bfloat16,)),
+        ("a", a, (tokens, heads), floats),
+        ("b", b, (tokens, heads), (a.dtype,)),
+        ("A_log", A_log, (heads,), floats),
+        ("dt_bias", dt_bias, (heads,), floats),
+        ("state", state, (*state.shape[:2], dim, dim), (torch.float32,)),
+        ("out", out, (tokens, heads, dim), (torch.bfloat16,)),
+    ):
+        if x.shape != shape or x.dtype not in dtypes or x.device != state.device:
+            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtypes[0]} on {state.device}")
+        inner = x.stride()[1:] if x.dim() > 1 else x.stride()
+        if inner != torch.empty(x.shape[1:] if x.dim() > 1 else x.shape, device="meta").stride():
+            raise ValueError(f"{name} may be strided in its first axis only, not {x.stride()}")
+    for name, x in (("mixed_qkv", mixed_qkv), ("state", state)):
+        if x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT:
+            raise ValueError(f"rows of {name} must be aligned to {ALIGNMENT} bytes")
+    return Arguments(
+        mixed_qkv=mixed_qkv.data_ptr(),
+        a=a.data_ptr(),
+        b=b.data_ptr(),
+        A_log=A_log.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        state=state.data_ptr(),
+        out=out.data_ptr(),
+        qkv_stride=mixed_qkv.stride(0),
+        a_stride=a.stride(0),
+        b_stride=b.stride(0),
+        state_stride=state.stride(0),
+        out_stride=out.stride(0),
+        key_heads=key_heads,
+        value_heads=heads,
+        A_log_is_fp32=A_log.dtype == torch.float32,
+        dt_bias_is_fp32=dt_bias.dtype == torch.float32,
+        ab_is_fp32=a.dtype == torch.float32,
+    )
+
+
+def _indices(
+    arguments: Arguments,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    initial_slots: torch.Tensor | None,
+    num_accepted: torch.Tensor | None,
+    device: torch.device,
+) -> int:
+    """Check the tensors of sequences, put them into ``arguments``, and return how many sequences there are."""
+    sequences = slots.shape[0]
+    kept = slots.shape[1] if slots.dim() == 2 else 0
+    if (num_accepted is not None) != (kept > 0):
+        raise ValueError("num_accepted and slots of (N, W) go together")
+    for name, x, shape, dtype in (
+        ("slots", slots, (sequences, kept) if kept else (sequences,), torch.int32),
+        ("cu_seqlens", cu_seqlens, (sequences + 1,), torch.int32),
+        ("has_initial_state", has_initial_state, (sequences,), torch.bool),
+        ("initial_slots", initial_slots, (sequences,), torch.int32),
+        ("num_accepted", num_accepted, (sequences,), torch.int32),
+    ):
+        if x is None:
+            continue
+        if x.shape != shape or x.dtype != dtype or x.device != device or (x.dim() and x.stride(-1) != 1):
+            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtype} on {device}")
+        setattr(arguments, name, x.data_ptr())
+    arguments.slots_stride = slots.stride(0)
+    arguments.sequences = sequences
+    arguments.states_kept = kept
+    return sequences
