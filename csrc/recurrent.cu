@@ -37,51 +37,61 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(kWarp, threadId
 // ---- direct --------------------------------------------------------------------------------------
 
 // Grid: (parts of a head * value heads, sequences).
-template <int LANES, int COLS, int WARPS, int MIN_BLOCKS, bool STREAM>
+template <class R, int WARPS, int MIN_BLOCKS, int HINT, bool PREFETCH>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) direct(const __grid_constant__ Arguments g) {
-  using R = Rows<LANES, COLS>;
   constexpr int kParts = kDim / (R::COLUMNS * WARPS);
   static_assert(kParts >= 1);
   const int lane = threadIdx.x % 32, warp = warp_index();
   const Heads h(g, blockIdx.x / kParts);
-  const int row = (blockIdx.x % kParts * WARPS + warp) * R::COLUMNS + lane / LANES * COLS;
+  const int row = (blockIdx.x % kParts * WARPS + warp) * R::COLUMNS + lane / R::LANES * R::COLS;
   const int column = row + R::first(lane);
   const bool writes_out = lane % R::COPIES == 0;
   const Sequence seq = sequence_of(g, blockIdx.y);
-  __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + column;
+  using Own = Packed<R::OWN>;
+  Own* out = reinterpret_cast<Own*>(g.out + seq.row * g.out_stride + h.head * kDim + column);
+  const int64_t next_out = g.out_stride / R::OWN;
 
   if (seq.padding) {
-    for (int i = 0; i < seq.tokens; ++i, out += g.out_stride)
-      if (writes_out) *out = __float2bfloat16_rn(0.0f);
+    Own zeros = {};
+    for (int i = 0; i < seq.tokens; ++i, out += next_out)
+      if (writes_out) *out = zeros;
     return;
   }
   if (seq.tokens <= 0) return;
 
-  float s[COLS][R::E];
-  if (seq.starts_from_state) {
-    load_rows<LANES, COLS, STREAM>(s, head_state(g, seq.read, h.head), row, lane);
-  } else {
-#pragma unroll
-    for (int c = 0; c < COLS; ++c)
-#pragma unroll
-      for (int e = 0; e < R::E; ++e) s[c][e] = 0.0f;
-  }
+  float s[R::COLS][R::E];
+  if (seq.starts_from_state) R::template load<HINT>(s, head_state(g, seq.read, h.head), row, lane);
+  else R::zero(s);
   const int* slots = g.slots + blockIdx.y * g.slots_stride;
-  for (int i = 0; i < seq.tokens; ++i, out += g.out_stride) {
-    const __nv_bfloat16* x = g.mixed_qkv + (seq.row + i) * g.qkv_stride;
-    RawVector<R::E> raw_k, raw_q;
-    raw_k.template load<LANES>(x + h.k, lane);
-    raw_q.template load<LANES>(x + h.q, lane);
-    const float v = __bfloat162float(x[h.v + column]);
-    float k[R::E], q[R::E];
+  const __nv_bfloat16* x = g.mixed_qkv + seq.row * g.qkv_stride;
+  RawVector<R::E> raw_k, raw_q;
+  Own raw_v;
+  const auto fetch = [&] {
+    raw_k.template load<R::LANES>(x + h.k, lane);
+    raw_q.template load<R::LANES>(x + h.q, lane);
+    raw_v = *reinterpret_cast<const Own*>(x + h.v + column);
+  };
+  fetch();
+  Gates gates;
+  for (int i = 0; i < seq.tokens; ++i, out += next_out) {
+    // A lane a token, as they cost as much for one token as for 32.
+    if (i % 32 == 0) gates = gates_of(g, seq.row + min(i + lane, seq.tokens - 1), h.head);
+    const Gates now = {__shfl_sync(kWarp, gates.decay, i % 32), __shfl_sync(kWarp, gates.beta, i % 32)};
+    float k[R::E], q[R::E], v[R::OWN], o[R::OWN];
     raw_k.widen(k);
     raw_q.widen(q);
-    const Scalars scalars = finish(sums_of<LANES>(k, q), gates_of(g, seq.row + i, h.head));
-    const float o = R::step(s, k, q, scalars, v);
-    if (writes_out) *out = __float2bfloat16_rn(o);
-    if (i < g.states_kept && slots[i] > 0) store_rows<LANES, COLS, STREAM>(s, head_state(g, slots[i], h.head), row, lane);
+#pragma unroll
+    for (int c = 0; c < R::OWN; ++c) v[c] = raw_v[c];
+    if (PREFETCH && i + 1 < seq.tokens) x += g.qkv_stride, fetch();
+    R::step(s, k, q, finish(sums_of<R::LANES>(k, q), now), v, o);
+    if (!PREFETCH && i + 1 < seq.tokens) x += g.qkv_stride, fetch();
+    Own packed;
+#pragma unroll
+    for (int c = 0; c < R::OWN; ++c) packed.set(c, o[c]);
+    if (writes_out) *out = packed;
+    if (i < g.states_kept && slots[i] > 0) R::template store<HINT>(s, head_state(g, slots[i], h.head), row, lane);
   }
-  if (!g.states_kept) store_rows<LANES, COLS, STREAM>(s, head_state(g, seq.write, h.head), row, lane);
+  if (!g.states_kept) R::template store<HINT>(s, head_state(g, seq.write, h.head), row, lane);
 }
 
 // ---- tiled ---------------------------------------------------------------------------------------
@@ -98,16 +108,18 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
+__device__ __forceinline__ bool barrier_passed(uint64_t* bar, int parity) {
+  int passed;
   asm volatile(
       "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(bar)),
-      "r"(parity)
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(passed)
+      : "r"(shared_address(bar)), "r"(parity)
       : "memory");
+  return passed;
 }
 
 // Tokens in shared memory, a ring of STAGES tiles.
@@ -121,11 +133,12 @@ struct Ring {
 
 // WARPS walk, MAKERS make.
 template <int LANES_, int COLS_, int WARPS_, int MAKERS_, int TOKENS_, int STAGES_, int MIN_BLOCKS_,
-          int UNROLL_ = 2>
+          int UNROLL_ = 2, bool GATHER_ = true, int NAP_ = 200, int WALKER_REGS_ = 0, int MAKER_REGS_ = 0>
 struct Tiling {
   static constexpr int LANES = LANES_, COLS = COLS_, WARPS = WARPS_, MAKERS = MAKERS_, TOKENS = TOKENS_;
   static constexpr int STAGES = STAGES_, MIN_BLOCKS = MIN_BLOCKS_, UNROLL = UNROLL_;
-  using R = Rows<LANES, COLS>;
+  static constexpr int NAP = NAP_, WALKER_REGS = WALKER_REGS_, MAKER_REGS = MAKER_REGS_;
+  using R = Rows<LANES, COLS, true, GATHER_>;
   static constexpr int COLUMNS = R::COLUMNS * WARPS;
   static constexpr int PARTS = kDim / COLUMNS;
   static constexpr int THREADS = (WARPS + MAKERS) * 32;
@@ -192,7 +205,8 @@ __device__ __forceinline__ void make(const Arguments& g, const Heads& h, typenam
                                      const Sequence& seq, int part, int maker, int lane) {
   int stage = 0, parity = 1;
   for (int start = 0; start < seq.tokens; start += T::TOKENS) {
-    barrier_wait(&ring.empty[stage], parity);
+    // Sleep: a maker that polls takes issue slots from the walkers.
+    while (!barrier_passed(&ring.empty[stage], parity)) __nanosleep(T::NAP);
     make_tile<T>(g, h, ring, stage, seq.row + start, min(T::TOKENS, seq.tokens - start), maker * T::SHARE, part, lane);
     if (lane == 0) barrier_arrive(&ring.full[stage]);
     if (++stage == T::STAGES) stage = 0, parity ^= 1;
@@ -217,32 +231,30 @@ __device__ __forceinline__ void walk(const Arguments& g, const Heads& h, typenam
   const int column = in_block + R::first(lane);
   const bool writes_out = lane % R::COPIES == 0;
   float s[T::COLS][R::E];
-  if (seq.starts_from_state) {
-    load_rows<T::LANES, T::COLS>(s, head_state(g, seq.read, h.head), row, lane);
-  } else {
-#pragma unroll
-    for (int c = 0; c < T::COLS; ++c)
-#pragma unroll
-      for (int e = 0; e < R::E; ++e) s[c][e] = 0.0f;
-  }
+  if (seq.starts_from_state) R::template load<3>(s, head_state(g, seq.read, h.head), row, lane);
+  else R::zero(s);
   __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + part * T::COLUMNS + column;
   int stage = 0, parity = 0;
   for (int start = 0; start < seq.tokens; start += T::TOKENS) {
     const int count = min(T::TOKENS, seq.tokens - start);
-    barrier_wait(&ring.full[stage], parity);
+    while (!barrier_passed(&ring.full[stage], parity)) {
+    }
 #pragma unroll T::UNROLL
     for (int i = 0; i < count; ++i, out += g.out_stride) {
       float k[R::E], q[R::E];
       load_shared<T::LANES>(k, ring.kq[stage][i], lane);
       load_shared<T::LANES>(q, ring.kq[stage][i] + kDim, lane);
-      const float o = R::step(s, k, q, ring.scalars[stage][i], ring.v[stage][i][column]);
-      if (writes_out) *out = __float2bfloat16_rn(o);
+      float v[R::READ], o[1];
+#pragma unroll
+      for (int c = 0; c < R::READ; ++c) v[c] = ring.v[stage][i][in_block + (c ^ R::first(lane))];
+      R::step(s, k, q, ring.scalars[stage][i], v, o);
+      if (writes_out) *out = __float2bfloat16_rn(o[0]);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&ring.empty[stage]);
     if (++stage == T::STAGES) stage = 0, parity ^= 1;
   }
-  store_rows<T::LANES, T::COLS>(s, head_state(g, seq.write, h.head), row, lane);
+  R::template store<3>(s, head_state(g, seq.write, h.head), row, lane);
 }
 
 // Grid: (parts of a head * value heads, sequences).
@@ -270,8 +282,10 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
   }
   __syncthreads();
   if (warp < T::WARPS) {
+    if constexpr (T::WALKER_REGS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::WALKER_REGS));
     walk<T>(g, h, ring, seq, part, warp, lane);
   } else {
+    if constexpr (T::MAKER_REGS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::MAKER_REGS));
     make<T>(g, h, ring, seq, part, warp - T::WARPS, lane);
   }
 }
@@ -280,10 +294,10 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 
 using Launch = cudaError_t (*)(const Arguments&, cudaStream_t);
 
-template <int LANES, int COLS, int WARPS, int MIN_BLOCKS, bool STREAM>
+template <class R, int WARPS, int MIN_BLOCKS, int HINT, bool PREFETCH>
 cudaError_t launch_direct(const Arguments& g, cudaStream_t stream) {
-  const dim3 grid(g.value_heads * (kDim / (Rows<LANES, COLS>::COLUMNS * WARPS)), g.sequences);
-  direct<LANES, COLS, WARPS, MIN_BLOCKS, STREAM><<<grid, WARPS * 32, 0, stream>>>(g);
+  const dim3 grid(g.value_heads * (kDim / (R::COLUMNS * WARPS)), g.sequences);
+  direct<R, WARPS, MIN_BLOCKS, HINT, PREFETCH><<<grid, WARPS * 32, 0, stream>>>(g);
   return cudaGetLastError();
 }
 

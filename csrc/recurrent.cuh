@@ -113,6 +113,17 @@ __device__ __forceinline__ float dot(const float (&x)[E], const float (&y)[E]) {
   return sum;
 }
 
+// The same for several rows with one vector.  Element by element over the rows: neighbouring instructions
+// share y[e], which saves the register file a read, and are independent.
+template <int ROWS, int E>
+__device__ __forceinline__ void dots(const float (&x)[ROWS][E], const float (&y)[E], float (&sums)[ROWS]) {
+#pragma unroll
+  for (int e = 0; e < E; ++e)
+#pragma unroll
+    for (int c = 0; c < ROWS; ++c)
+      sums[c] = e == 0 ? __fmul_rn(x[c][0], y[0]) : __fmaf_rn(x[c][e], y[e], sums[c]);
+}
+
 // Sum over LANES lanes; every lane gets it.
 template <int LANES>
 __device__ __forceinline__ float sum_lanes(float x) {
@@ -126,91 +137,112 @@ __device__ __forceinline__ Sums sums_of(const float (&k)[E], const float (&q)[E]
   return {sum_lanes<LANES>(dot(k, k)), sum_lanes<LANES>(dot(q, q)), sum_lanes<LANES>(dot(k, q))};
 }
 
-// The rows of S that a lane holds.  Slot c of lane l (within its LANES) is row c ^ first(l) of the COLS rows
-// its lanes share.  With that permutation the sum over lanes halves the number of rows at each of its first
-// steps without a select: partners keep different rows, and the same pairs are added as in `sum_lanes`.
-// In the end lane l has the sum of row first(l), and LANES / COLS lanes have the same one.
-template <int LANES, int COLS>
+// The COLS rows of S that LANES lanes share.
+//
+// In order, slot c of every lane is row c, and after a sum over lanes each lane has the sums of all rows: for
+// states that come from memory, as full lines.
+//
+// Permuted, slot c of lane l is row c ^ first(l).  The sum over lanes then halves the number of rows at each
+// of its first steps without a select: partners keep different rows, and the same pairs are added as in
+// `sum_lanes`.  In the end lane l has the sum of row first(l), and COPIES lanes have the same one.
+template <int LANES_, int COLS_, bool PERMUTED_, bool GATHER_ = true>
 struct Rows {
+  static constexpr int LANES = LANES_, COLS = COLS_;
+  static constexpr bool PERMUTED = PERMUTED_, GATHER = GATHER_ && PERMUTED;
   static_assert(COLS <= LANES && LANES <= 32 && (LANES & (LANES - 1)) == 0 && (COLS & (COLS - 1)) == 0);
   static constexpr int E = kDim / LANES;
-  static constexpr int GROUPS = 32 / LANES;         // groups of lanes in a warp
-  static constexpr int COLUMNS = GROUPS * COLS;     // rows of S a warp holds: value columns
-  static constexpr int COPIES = LANES / COLS;       // lanes that end with the same sum
+  static constexpr int GROUPS = 32 / LANES;                  // groups of lanes in a warp
+  static constexpr int COLUMNS = GROUPS * COLS;              // rows of S a warp holds: value columns
+  static constexpr int OWN = PERMUTED ? 1 : COLS;            // rows whose sums a lane has
+  static constexpr int READ = GATHER ? 1 : COLS;             // rows of which a lane makes what is written
+  static constexpr int COPIES = LANES / (COLS / OWN);        // lanes that have the same sums
 
-  static __device__ __forceinline__ int first(int lane) { return (lane % LANES) / COPIES; }
+  // The first row whose sum the lane has.
+  static __device__ __forceinline__ int first(int lane) { return PERMUTED ? (lane % LANES) / COPIES : 0; }
 
-  static __device__ __forceinline__ float reduce(float (&x)[COLS]) {
-    int rows = COLS;
+  // Sums over the lanes, of the lane's own N slots.
+  template <int N>
+  static __device__ __forceinline__ void reduce(float (&x)[COLS], float (&sums)[N]) {
+    int rows = COLS;  // slots whose sums are still needed
+    int apart = PERMUTED ? COLS : 1;
 #pragma unroll
     for (int d = LANES / 2; d >= 1; d /= 2) {
-      if (rows > 1) {
-        rows /= 2;
+      apart /= 2;  // partners' slots c and c ^ apart are the same row
+      if (rows > N) rows /= 2;
+      float from[COLS];
 #pragma unroll
-        for (int c = 0; c < COLS; ++c)
-          if (c < rows) x[c] = __fadd_rn(x[c], __shfl_xor_sync(kWarp, x[c + rows], d));
-      } else {
-        x[0] = __fadd_rn(x[0], __shfl_xor_sync(kWarp, x[0], d));
-      }
+      for (int c = 0; c < COLS; ++c)
+        if (c < rows) from[c] = __shfl_xor_sync(kWarp, x[c ^ apart], d);
+#pragma unroll
+      for (int c = 0; c < COLS; ++c)
+        if (c < rows) x[c] = __fadd_rn(x[c], from[c]);
     }
-    return x[0];
+#pragma unroll
+    for (int c = 0; c < N; ++c) sums[c] = x[c];
   }
 
-  // One token.  `v` is that of row first(l); returns the output of that row.
-  static __device__ __forceinline__ float step(float (&s)[COLS][E], const float (&k)[E],
-                                               const float (&q)[E], const Scalars& x, float v) {
-    float sk[COLS], sq[COLS];
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) sk[c] = dot(s[c], k);
-    const float read = reduce(sk);
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) sq[c] = dot(s[c], q);
-    const float seen = reduce(sq);
+  // One token: v is of the lane's first READ slots, out of its first OWN.
+  static __device__ __forceinline__ void step(float (&s)[COLS][E], const float (&k)[E], const float (&q)[E],
+                                              const Scalars& x, const float (&v)[READ], float (&out)[OWN]) {
+    float part[COLS], sk[READ], sq[OWN], t[READ], w[READ];
+    dots(s, k, part);
+    reduce(part, sk);
+    dots(s, q, part);
+    reduce(part, sq);
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int e = 0; e < E; ++e) s[c][e] = __fmul_rn(x.decay, s[c][e]);
-    const float t = __fmaf_rn(x.read, read, v);
-    const float w = __fmul_rn(x.write, t);
+#pragma unroll
+    for (int c = 0; c < READ; ++c) {
+      t[c] = __fmaf_rn(x.read, sk[c], v[c]);
+      w[c] = __fmul_rn(x.write, t[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < OWN; ++c) out[c] = __fmaf_rn(x.out_write, t[c], __fmul_rn(x.out_state, sq[c]));
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
-      const float row_w = c == 0 ? w : __shfl_xor_sync(kWarp, w, c * COPIES);
+      const float row_w = c < READ ? w[c % READ] : __shfl_xor_sync(kWarp, w[0], c * COPIES);
 #pragma unroll
       for (int e = 0; e < E; ++e) s[c][e] = __fmaf_rn(row_w, k[e], s[c][e]);
     }
-    return __fmaf_rn(x.out_write, t, __fmul_rn(x.out_state, seen));
+  }
+
+  // Move the rows between registers and a head's (V, K) state; `row` is the first of the COLS rows.
+  static __device__ __forceinline__ int64_t offset(int row, int c, int j, int lane) {
+    const int slot_row = PERMUTED ? c ^ first(lane) : c;
+    return (row + slot_row) * kDim + 4 * (lane % LANES) + 4 * LANES * j;
+  }
+  template <int HINT = 3>
+  static __device__ __forceinline__ void load(float (&s)[COLS][E], const float* head, int row, int lane) {
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+#pragma unroll
+      for (int j = 0; j < E / 4; ++j) {
+        const float4* from = reinterpret_cast<const float4*>(head + offset(row, c, j, lane));
+        const float4 x = HINT & 1 ? __ldcs(from) : HINT & 4 ? __ldcg(from) : *from;
+        s[c][4 * j] = x.x, s[c][4 * j + 1] = x.y, s[c][4 * j + 2] = x.z, s[c][4 * j + 3] = x.w;
+      }
+  }
+  template <int HINT = 3>
+  static __device__ __forceinline__ void store(const float (&s)[COLS][E], float* head, int row, int lane) {
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+#pragma unroll
+      for (int j = 0; j < E / 4; ++j) {
+        float4* to = reinterpret_cast<float4*>(head + offset(row, c, j, lane));
+        const float4 x = make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]);
+        if (HINT & 2) __stcs(to, x);
+        else *to = x;
+      }
+  }
+  static __device__ __forceinline__ void zero(float (&s)[COLS][E]) {
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+#pragma unroll
+      for (int e = 0; e < E; ++e) s[c][e] = 0.0f;
   }
 };
-
-// Move the rows between registers and a head's (V, K) state; `row` is the first of the lanes' COLS rows.
-template <int LANES, int COLS, bool STREAM = true, int E = kDim / LANES>
-__device__ __forceinline__ void load_rows(float (&s)[COLS][E], const float* head, int row, int lane) {
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) {
-    const float* p = head + (row + (c ^ Rows<LANES, COLS>::first(lane))) * kDim + 4 * (lane % LANES);
-#pragma unroll
-    for (int j = 0; j < E / 4; ++j) {
-      const float4* from = reinterpret_cast<const float4*>(p + 4 * LANES * j);
-      const float4 x = STREAM ? __ldcs(from) : *from;
-      s[c][4 * j] = x.x, s[c][4 * j + 1] = x.y, s[c][4 * j + 2] = x.z, s[c][4 * j + 3] = x.w;
-    }
-  }
-}
-
-template <int LANES, int COLS, bool STREAM = true, int E = kDim / LANES>
-__device__ __forceinline__ void store_rows(const float (&s)[COLS][E], float* head, int row, int lane) {
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) {
-    float* p = head + (row + (c ^ Rows<LANES, COLS>::first(lane))) * kDim + 4 * (lane % LANES);
-#pragma unroll
-    for (int j = 0; j < E / 4; ++j) {
-      float4* to = reinterpret_cast<float4*>(p + 4 * LANES * j);
-      const float4 x = make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]);
-      if (STREAM) __stcs(to, x);
-      else *to = x;
-    }
-  }
-}
 
 // N consecutive bf16 from memory, as they lie there.
 template <int N>
@@ -219,6 +251,7 @@ struct alignas(N * 2 < 16 ? N * 2 : 16) Packed {
   __device__ __forceinline__ float operator[](int i) const {
     return __uint_as_float(static_cast<unsigned>(x[i]) << 16);
   }
+  __device__ __forceinline__ void set(int i, float y) { x[i] = __bfloat16_as_ushort(__float2bfloat16_rn(y)); }
 };
 
 // A lane's elements of k or q, raw.
