@@ -6,6 +6,7 @@ so that backend keeps refusing.  Ours is a member of its own, ``QWEN_GDN_ATTN``.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+from vllm_invariant.arithmetic import Arithmetic
+from vllm_invariant.config import InvariantConfig
 
 NAME = "QWEN_GDN_ATTN"
 
@@ -54,7 +58,13 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
 
     Stock runs a one-token remainder of a prompt by the decode kernel.  Whether there is such a
     remainder depends on where the cut before it fell, so it would move bits (length = 1 mod 64).
+    Where decode and prefill are one recurrence there is nothing to tell apart.
     """
+
+    @cached_property
+    def arithmetic(self) -> Arithmetic:
+        """The engine's GDN arithmetic."""
+        return InvariantConfig.from_additional_config(self.vllm_config.additional_config).arithmetic
 
     def build(
         self,
@@ -65,6 +75,10 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> GDNAttentionMetadata:
         m = common_attn_metadata
+        if self.arithmetic.decode_equals_prefill:
+            return super().build(
+                common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
+            )
         if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
             remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
             if bool(remainder.any()):

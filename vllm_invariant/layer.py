@@ -21,6 +21,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = preflight.check_engine(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
+        self.one_recurrence = options.arithmetic.decode_equals_prefill
         *_, recurrent_dtype = self.get_state_dtype()
         if recurrent_dtype != torch.float32:
             raise ValueError(

@@ -17,6 +17,9 @@ logger = logging.getLogger("vllm.vllm_invariant")
 
 FLAG = "VLLM_BATCH_INVARIANT=1"
 
+# Tokens of stock's own attention block: hits may land this often where the arithmetic's grid allows it.
+FINEST_HIT = 16
+
 # Model classes whose GDN layers were shown invariant.
 WRAPPER = "Qwen3_5ForConditionalGeneration"  # the same language model beside a vision tower
 ARCHITECTURES = ("Qwen3_5ForCausalLM", WRAPPER)
@@ -37,12 +40,13 @@ def set_defaults(vllm_config: Any) -> None:
     if cache.mamba_ssm_cache_dtype == "auto":
         cache.mamba_ssm_cache_dtype = "float32"
         logger.info("%s: recurrent state is kept in float32.", FLAG)
+    unit = grid.shared(step, FINEST_HIT)
     if not cache.user_specified_block_size and step > 1:
         # The hybrid block becomes the smallest multiple of this that holds a state page.
-        cache.block_size = grid.shared(step, 64)
+        cache.block_size = unit
         cache.user_specified_block_size = True
     if cache.enable_prefix_caching and cache.prefix_match_unit is None:
-        cache.prefix_match_unit = grid.shared(step, 64)
+        cache.prefix_match_unit = unit
         logger.info("%s: prefix-cache hits land every %d tokens.", FLAG, cache.prefix_match_unit)
     # Inductor: nothing chosen by timing, combo kernels included (two ways to fuse, the faster kept).
     inductor = vllm_config.compilation_config.inductor_compile_config
