@@ -76,9 +76,11 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
     ) -> GDNAttentionMetadata:
         m = common_attn_metadata
         if self.arithmetic.decode_equals_prefill:
-            return super().build(
+            metadata = super().build(
                 common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
             )
+            metadata.longest = m.max_query_len
+            return metadata
         if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
             remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
             if bool(remainder.any()):

@@ -32,7 +32,11 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 )
             )
 
-        if current_platform.is_cuda():
+        if current_platform.is_cuda() and self.one_recurrence:
+            from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
+
+            self._recurrent_core = cuda_recurrent.run
+        elif current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
             cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu)
 
@@ -44,6 +48,8 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
         """Convolution and recurrence of one step.
+
+        With the recurrent arithmetic all rows take one path.  With the chunk arithmetic:
 
         Stock runs the cached rows of a mixed step by other kernels than those of a step of cached
         rows only, so a request's bits would follow whether a prefill joined.  Here cached rows, which
@@ -57,6 +63,10 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """
         per_layer = get_forward_context().attn_metadata
         metadata = per_layer.get(self.prefix) if isinstance(per_layer, dict) else None
+        if self.one_recurrence:
+            if metadata is not None:  # None while memory is profiled: there are no caches yet
+                self._recurrent_core(self, metadata, mixed_qkv, b, a, core_attn_out)
+            return
         parts = getattr(metadata, "parts", None)
         if parts is None or not self.enable_packed_recurrent_decode:
             super()._forward_core(mixed_qkv, b, a, core_attn_out)

@@ -68,3 +68,51 @@ BATCH_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu": {"attention tiles": _stock_cpu_attention, "linear tiles": _whole_step_linears},
     "cuda": {},
 }[NAME]
+
+
+# --- the axis form ---------------------------------------------------------------------------------
+
+# Attention backends of the device with which decode and prefill agree in bits.
+ATTENTION_BACKENDS = {"cpu": ("CPU_ATTN",), "cuda": ("FLASH_ATTN", "TRITON_ATTN")}[NAME]
+
+
+def _attention_tiles_of_64(patch: pytest.MonkeyPatch) -> None:
+    """A prompt's rows share a kernel call; a decoded row has its own."""
+    from vllm_invariant import cpu_attention
+
+    tile_rows = cpu_attention.tile_rows
+    patch.setattr(cpu_attention, "tile_rows", lambda computed, rows, tile: tile_rows(computed, rows, 64))
+
+
+def _stock_prefill(patch: pytest.MonkeyPatch) -> None:
+    """Steps with a prompt go to stock's kernels."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    from vllm_invariant import cpu_recurrent
+
+    stock, ours = gdn_attention._cpu_gdn_attention_nonspec.__wrapped__, cpu_recurrent.run
+    patch.setattr(
+        cpu_recurrent, "run", lambda layer, m, *rest: (stock if m.num_prefills else ours)(layer, m, *rest)
+    )
+
+
+def _another_tile_for_prefill(patch: pytest.MonkeyPatch) -> None:
+    """Sequences of more than one token are summed in another order."""
+    from vllm_invariant import cuda_recurrent
+    from vllm_invariant.ops import recurrent_triton
+
+    ours = cuda_recurrent.recurrence()
+
+    def step(*tensors: Any, max_query_len: int, **rest: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setitem(recurrent_triton.LAUNCH, (128, 128), recurrent_triton.Launch(BV=8, warps=8))
+            run = recurrent_triton.recurrent_step if max_query_len > 1 else ours
+            run(*tensors, max_query_len=max_query_len, **rest)
+
+    patch.setattr(cuda_recurrent, "recurrence", lambda: step)
+
+
+FORM_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cpu": {"attention tiles": _attention_tiles_of_64, "one recurrence": _stock_prefill},
+    "cuda": {"one recurrence": _another_tile_for_prefill},
+}[NAME]

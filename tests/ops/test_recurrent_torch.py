@@ -1,6 +1,7 @@
 """The recurrent arithmetic in PyTorch: exact against itself in every form, close to the reference."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Layer:
 def pieces(length: int, draw: random.Random) -> list[slice]:
     """The rows of a sequence in random pieces, one-token pieces among them."""
     cuts = sorted({0, length, *(draw.randrange(1, length) for _ in range(draw.randrange(1, 9)))})
-    return [slice(start, end) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
 
 
 @each_heads
@@ -98,9 +99,7 @@ def test_sequences_together_as_if_alone(heads):
     slots, continues = [6, 5, 4, 3, 2, 1], [True, True, False, True, True, True]
     layer, alone = Layer(heads, 70), Layer(heads, 70)
     out = layer.run(rows, slots, continues)
-    parts = [
-        alone.run([r], [s], [c]) for r, s, c in zip(rows, slots, continues, strict=True)
-    ]
+    parts = [alone.run([r], [s], [c]) for r, s, c in zip(rows, slots, continues, strict=True)]
     assert_bitwise(out, torch.cat(parts), "outputs")
     assert_bitwise(layer.pool, alone.pool, "states")
 
@@ -138,9 +137,7 @@ def test_elements_of_a_tile_are_the_same_at_every_row(width):
 
     whole = recurrent_torch.in_row_tiles(function, values)
     for start, end in [(0, 1), (1, 2), (5, 70), (63, 64), (130, 131), (333, 350), (699, 700), (1, 700)]:
-        for got, want in zip(
-            recurrent_torch.in_row_tiles(function, values[start:end]), whole, strict=True
-        ):
+        for got, want in zip(recurrent_torch.in_row_tiles(function, values[start:end]), whole, strict=True):
             assert_bitwise(got, want[start:end], f"rows {start} to {end}")
 
 

@@ -19,6 +19,7 @@ multiple of H), K key_dim (a power of two), V value_dim, D channels, W taps.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +144,7 @@ def recurrent_gated_delta_rule(
 
     stops = [list(s) if isinstance(s, list) else [s] for s in slots]
     sources = [s[0] for s in stops] if sources is None else sources
-    lengths = [end - start for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(starts)]
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
     if not order:
         return torch.empty_like(v)
@@ -172,7 +173,7 @@ def _step(
     alpha: torch.Tensor,
     beta: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each sequence.  state, product: (N, G, K, V), the second one scratch; returns (N, G, V)."""
+    """One token of each sequence.  state, product (scratch): (N, G, K, V); returns (N, G, V)."""
     state.mul_(alpha[:, :, None, None])
     recalled = sum_by_halving(torch.mul(state, k.unsqueeze(-1), out=product), 2)
     written = beta.unsqueeze(-1) * (v - recalled)

@@ -1,0 +1,68 @@
+# In a vLLM branch: vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py.
+"""The recurrent arithmetic in the CUDA engine's GDN layers.
+
+All rows of a step, cached or not, take one convolution and one recurrence.  The recurrence is the
+compiled library's, or its Triton twin where the library was not built; the two differ in bits, so an
+engine uses one of them for good.
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from vllm_invariant.ops import conv_triton, recurrent_triton
+
+logger = logging.getLogger("vllm.vllm_invariant")
+
+
+@cache
+def recurrence() -> Any:
+    """The ``recurrent_step`` of this process, named in the log once."""
+    logger.info("Recurrent GDN arithmetic: Triton kernel.")
+    return recurrent_triton.recurrent_step
+
+
+def run(
+    layer: Any, metadata: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Convolution and recurrence of one step.
+
+    Args:
+        layer: stock's GDN layer, with its caches.
+        metadata: stock's GDN metadata of the step, padded rows included where a CUDA graph pads them.
+        mixed_qkv: (tokens, q + k + v channels) bf16.
+        b, a: (tokens, value heads) bf16.
+        out: (tokens, value heads, head_v_dim), written.
+
+    """
+    starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
+    tokens = slice(0, metadata.num_actual_tokens)
+    conv_pool, state_pool = layer.kv_cache
+    if is_conv_state_dim_first():
+        conv_pool = conv_pool.transpose(1, 2)
+    begun = metadata.has_initial_state  # None in a step of cached rows only: they never start from nothing
+    qkv = conv_triton.causal_conv1d(
+        mixed_qkv[tokens],
+        layer.conv1d.weight.view(-1, layer.conv_kernel_size),
+        layer.conv1d.bias,
+        conv_pool,
+        slots=slots,
+        cu_seqlens=starts,
+        has_initial_state=begun,
+    )
+    recurrence()(
+        qkv,
+        a[tokens],
+        b[tokens],
+        layer.A_log,
+        layer.dt_bias,
+        state_pool,
+        out[tokens],
+        slots=slots,
+        max_query_len=metadata.longest,
+        cu_seqlens=starts,
+        has_initial_state=begun,
+    )
