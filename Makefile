@@ -3,6 +3,7 @@
 #   make demo       a real server on a tiny model, every axis in one table
 #   make test       the tests; those marked gpu are deselected, and so counted, without an NVIDIA GPU
 #   make test-gpu   only the tests marked gpu
+#   make csrc-check compile csrc/ for SM90 with a compiler from wheels; needs no GPU
 #   make lint       ruff and mypy
 #
 # PYTHON names the interpreter to start from (3.11 or newer), VENV the environment to make, PYTEST
@@ -15,21 +16,27 @@ PYTEST ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 FLAVOUR := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-INPUTS := requirements/$(FLAVOUR).txt requirements/test.txt pyproject.toml setup.py
+INPUTS := requirements/$(FLAVOUR).txt requirements/test.txt pyproject.toml setup.py $(if $(filter cuda,$(FLAVOUR)),$(wildcard csrc/*))
 # The stamp is named after what is installed, so a changed pin or entry point installs again.
 STAMP := $(VENV)/.installed-$(FLAVOUR)-$(shell cat $(INPUTS) | sha256sum | cut -c1-16)
 
-.PHONY: demo test test-gpu lint install clean
+CUDA := build/cuda/.installed-$(shell cat requirements/csrc.txt | sha256sum | cut -c1-16)
+
+.PHONY: demo test test-gpu csrc-check lint install clean
 
 demo: $(STAMP)
 	$(BIN)/vllm-invariant demo
 
-test: $(STAMP)
+test: $(STAMP) csrc-check
 	$(BIN)/python -m pytest $(if $(filter cpu,$(FLAVOUR)),-m "not gpu") $(PYTEST)
 
 test-gpu: $(STAMP)
 	@test $(FLAVOUR) = cuda || { echo "make test-gpu: nvidia-smi finds no NVIDIA GPU" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu $(PYTEST)
+
+csrc-check: $(STAMP) $(CUDA)
+	CUDA_HOME=$(CURDIR)/build/cuda/nvidia/cu13 VLLM_INVARIANT_BUILD=1 \
+	    $(BIN)/python setup.py --quiet build_ext --force --build-lib build/csrc
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -57,4 +64,9 @@ ifeq ($(FLAVOUR),cpu)
 	$(BIN)/python -m vllm_invariant.cpu_setup
 endif
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(CUDA): | $(STAMP)
+	rm -rf build/cuda
+	$(PIP) install --no-deps --target build/cuda -r requirements/csrc.txt
 	touch $@

@@ -1,0 +1,311 @@
+"""The CUDA recurrence on a GPU: one token's bits in every form, at every cut, in every company."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.gpu import GPU
+from tests.tolerance import assert_bitwise
+from vllm_invariant.ops import recurrent_cuda, reference
+
+pytestmark = list(GPU)
+
+DIM = 128
+TOKENS = 513
+DRAWS = 200
+SLOTS = 16
+KEY_HEADS, VALUE_HEADS = 2, 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Inputs of T tokens of one layer: after the convolution, and before gating."""
+
+    mixed_qkv: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def random(cls, tokens: int, heads: tuple[int, int] = (KEY_HEADS, VALUE_HEADS), seed: int = 0) -> "Layer":
+        """Unit-scale inputs; memories from about 3 tokens to about 3,000."""
+        draw = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, device="cuda")
+
+        key_heads, value_heads = heads
+        return cls(
+            normal(tokens, (2 * key_heads + value_heads) * DIM).bfloat16(),
+            normal(tokens, value_heads).bfloat16(),
+            normal(tokens, value_heads).bfloat16(),
+            -torch.linspace(1.0, 8.0, value_heads, device="cuda"),
+            0.5 * normal(value_heads),
+        )
+
+    def rows(self, start: int, end: int) -> "Layer":
+        return replace(
+            self, mixed_qkv=self.mixed_qkv[start:end], a=self.a[start:end], b=self.b[start:end]
+        )
+
+    def select(self, rows: list[int]) -> "Layer":
+        return replace(self, mixed_qkv=self.mixed_qkv[rows], a=self.a[rows], b=self.b[rows])
+
+    @property
+    def heads(self) -> int:
+        return self.A_log.numel()
+
+    def run(self, state: torch.Tensor, slots: torch.Tensor, longest: int, **options: torch.Tensor) -> torch.Tensor:
+        """One launch; outputs of rows it does not write stay NaN."""
+        out = torch.full((len(self.a), self.heads, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
+        recurrent_cuda.recurrent_step(
+            self.mixed_qkv, self.a, self.b, self.A_log, self.dt_bias, state, out,
+            slots=slots, max_query_len=longest, **options,
+        )  # fmt: skip
+        return out
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def starts(lengths: list[int]) -> torch.Tensor:
+    return ints(0, *torch.tensor(lengths).cumsum(0).tolist())
+
+
+def pool(heads: int = VALUE_HEADS, seed: int = 1) -> torch.Tensor:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(SLOTS, heads, DIM, DIM, generator=draw, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return Layer.random(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def whole(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and state of all tokens in one prefill from slot 3's state."""
+    state = pool()
+    out = layer.run(state, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS))
+    assert not out.isnan().any() and not torch.equal(state[3], pool()[3])
+    return out, state[3]
+
+
+def pieces(tokens: int, draw: random.Random) -> list[int]:
+    """Random lengths that add up to ``tokens``: single tokens, verifications, and chunks."""
+    lengths = []
+    while (left := tokens - sum(lengths)) > 0:
+        widest = draw.choice([1, 2, 4, 8, 9, 16, 17, 32, 64, 100, 300, 513])
+        lengths.append(min(left, draw.randint(1, widest)))
+    return lengths
+
+
+@pytest.mark.parametrize("first", range(0, DRAWS, 50))
+def test_any_cut(layer: Layer, whole, first: int) -> None:
+    """Outputs and state are those of one prefill; single tokens run as decodes and as prefills."""
+    for seed in range(first, first + 50):
+        draw = random.Random(seed)
+        state, outputs, done = pool(), [], 0
+        for length in pieces(TOKENS, draw):
+            rows = layer.rows(done, done + length)
+            options = {} if length == 1 and draw.random() < 0.5 else {"cu_seqlens": ints(0, length)}
+            outputs.append(rows.run(state, ints(3), length, **options))
+            done += length
+        assert_bitwise(torch.cat(outputs), whole[0], f"outputs, draw {seed}")
+        assert_bitwise(state[3], whole[1], f"state, draw {seed}")
+
+
+@pytest.mark.parametrize("longest", [TOKENS, 8192, 100_000])
+def test_the_bound_on_lengths_moves_no_bit(layer: Layer, whole, longest: int) -> None:
+    state = pool()
+    assert_bitwise(layer.run(state, ints(3), longest, cu_seqlens=ints(0, TOKENS)), whole[0])
+    assert_bitwise(state[3], whole[1])
+
+
+@pytest.mark.parametrize("longest", [1, 2, 4, 8, 9, 64, TOKENS])
+def test_every_launch_shape_is_correct_alone(layer: Layer, whole, longest: int) -> None:
+    """A bound that is too small still picks a kernel that walks all tokens."""
+    state = pool()
+    assert_bitwise(layer.run(state, ints(3), longest, cu_seqlens=ints(0, TOKENS)), whole[0])
+    assert_bitwise(state[3], whole[1])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_verification_keeps_every_state(layer: Layer, whole, width: int) -> None:
+    """``width`` tokens a call, each state in its own slot; the next call goes on from any of them."""
+    state, done = pool(), 0
+    slots = torch.arange(1, width + 1, dtype=torch.int32, device="cuda")[None]
+    state[1] = pool()[3]
+    alone = pool()
+    draw, accepted = random.Random(width), 1
+    while done + width <= 64:
+        rows = layer.rows(done, done + width)
+        out = rows.run(state, slots, width, cu_seqlens=ints(0, width), num_accepted=ints(accepted))
+        accepted = draw.randint(1, width)
+        for j in range(width):
+            one = layer.rows(done + j, done + j + 1)
+            if j < accepted:
+                assert_bitwise(out[j], one.run(alone, ints(3), 1)[0], f"output of token {done + j}")
+                assert_bitwise(state[j + 1], alone[3], f"state after token {done + j}")
+        done += accepted
+    assert_bitwise(state[width + 1 :], pool()[width + 1 :], "slots nobody named")
+
+
+def test_a_batch_of_any_lengths(layer: Layer) -> None:
+    """Every sequence of a batch has the bits it has alone; slots are shuffled, one row is padding."""
+    lengths = [1, 513, 3, 64, 1, 17, 100, 2]
+    slots = [5, 2, 9, 1, 0, 14, 7, 3]
+    sequences = [Layer.random(length, seed=10 + i) for i, length in enumerate(lengths)]
+    together = replace(
+        layer,
+        mixed_qkv=torch.cat([s.mixed_qkv for s in sequences]),
+        a=torch.cat([s.a for s in sequences]),
+        b=torch.cat([s.b for s in sequences]),
+    )
+    state = pool()
+    fresh = torch.tensor([i % 3 == 1 for i in range(len(lengths))], device="cuda")
+    options = {"cu_seqlens": starts(lengths), "has_initial_state": ~fresh}
+    out = together.run(state, ints(*slots), max(lengths), **options)
+    expected = pool()
+    for i, rows in enumerate(out.split(lengths)):
+        one = replace(together, mixed_qkv=sequences[i].mixed_qkv, a=sequences[i].a, b=sequences[i].b)
+        if slots[i] == 0:
+            assert_bitwise(rows, torch.zeros_like(rows), "padding")
+            continue
+        if fresh[i]:
+            expected[slots[i]] = 0
+        alone = one.run(expected, ints(slots[i]), lengths[i], cu_seqlens=ints(0, lengths[i]))
+        assert_bitwise(rows, alone, f"sequence {i}")
+    assert_bitwise(state, expected, "states")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 15])
+def test_a_decode_batch(layer: Layer, batch: int) -> None:
+    """A row has the same bits in a batch of any size, as a decode and as a sequence of one token."""
+    rows = layer.rows(0, batch)
+    slots = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(batch))[:batch] + 1
+    slots = slots.to(torch.int32).cuda()
+    state, expected = pool(), pool()
+    out = rows.run(state, slots, 1)
+    for i in range(batch):
+        alone = layer.rows(i, i + 1).run(expected, slots[i : i + 1], 64, cu_seqlens=ints(0, 1))
+        assert_bitwise(out[i], alone[0], f"row {i}")
+    assert_bitwise(state, expected, "states")
+
+
+def test_reading_from_another_slot(layer: Layer, whole) -> None:
+    """The state read stays as it was."""
+    state = pool()
+    out = layer.run(state, ints(6), TOKENS, cu_seqlens=ints(0, TOKENS), initial_slots=ints(3))
+    assert_bitwise(out, whole[0])
+    assert_bitwise(state[6], whole[1])
+    assert_bitwise(state[3], pool()[3])
+
+
+def test_strides_of_a_cache_page(layer: Layer, whole) -> None:
+    """States between other data, and rows cut out of wider ones, as the engine has them."""
+    page = torch.full((SLOTS, VALUE_HEADS * DIM * DIM + 64), 7.0, device="cuda")
+    state = page[:, 64:].unflatten(1, (VALUE_HEADS, DIM, DIM))
+    state.copy_(pool())
+    wide = [torch.cat([x, x], dim=1)[:, : x.shape[1]] for x in (layer.mixed_qkv, layer.a, layer.b)]
+    strided = replace(layer, mixed_qkv=wide[0], a=wide[1], b=wide[2])
+    out = strided.run(state, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS))
+    assert_bitwise(out, whole[0])
+    assert_bitwise(state[3], whole[1])
+    assert bool((page[:, :64] == 7.0).all())
+
+
+def test_an_empty_sequence_touches_nothing(layer: Layer) -> None:
+    """Padded rows of a CUDA graph have no tokens."""
+    state = pool()
+    layer.rows(0, 2).run(state, ints(1, 2, 3), 2, cu_seqlens=ints(0, 2, 2, 2))
+    assert_bitwise(state[2:], pool()[2:])
+
+
+def test_parameters_in_either_precision(layer: Layer) -> None:
+    """float32 parameters that are bfloat16 numbers give the bits that bfloat16 ones give."""
+    rounded = replace(layer, A_log=layer.A_log.bfloat16(), dt_bias=layer.dt_bias.bfloat16())
+    widened = replace(
+        layer, A_log=rounded.A_log.float(), dt_bias=rounded.dt_bias.float(), a=layer.a.float(), b=layer.b.float()
+    )
+    states = pool(), pool()
+    outputs = [
+        x.run(s, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS)) for x, s in zip((rounded, widened), states, strict=True)
+    ]
+    assert_bitwise(*outputs)
+    assert_bitwise(*states)
+
+
+def test_a_captured_graph_replays_the_same_bits(layer: Layer, whole) -> None:
+    """Lengths and slots are read when the graph runs."""
+    state, cu_seqlens = pool(), ints(0, 1)
+    layer.run(state, ints(3), TOKENS, cu_seqlens=cu_seqlens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.run(state, slots := ints(3), TOKENS, cu_seqlens=cu_seqlens)
+    state.copy_(pool())
+    cu_seqlens.copy_(ints(0, TOKENS))
+    graph.replay()
+    assert slots.item() == 3
+    assert_bitwise(out, whole[0])
+    assert_bitwise(state[3], whole[1])
+
+
+# --- closeness --------------------------------------------------------------------------------------
+
+
+def in_float64(layer: Layer, initial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain recurrence.  ``initial``: (G, V, K).  Returns (T, G, V) and (G, V, K)."""
+    mixed = layer.mixed_qkv.double().cpu()
+    key_heads = (mixed.shape[1] // DIM - layer.heads) // 2
+    q, k, v = (x.unflatten(1, (-1, DIM)) for x in mixed.split([key_heads * DIM] * 2 + [layer.heads * DIM], dim=1))
+    a, b, a_log, dt_bias = (x.double().cpu() for x in (layer.a, layer.b, layer.A_log, layer.dt_bias))
+    g, beta = reference.gating(a, b, a_log, dt_bias)
+    out, state = reference.recurrent_gated_delta_rule(
+        *(x[None] for x in (q, k, v, g, beta)),
+        initial_state=initial.double().cpu().mT[None],
+        normalise_qk=True,
+        dtype=torch.float64,
+    )
+    return out[0], state[0].mT
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((actual.double().cpu() - expected).norm() / expected.norm())
+
+
+def test_state_and_outputs_against_float64(layer: Layer, whole) -> None:
+    """The state keeps fp32's precision over 513 tokens; outputs are rounded once, to bfloat16."""
+    out, state = in_float64(layer, pool()[3])
+    assert error(whole[1], state) < 1e-6
+    assert error(whole[0], out) < 2.0**-8
+
+
+def test_no_worse_than_the_chunk_kernel(layer: Layer, whole) -> None:
+    """Stock's chunk prefill of the same tokens, in its own layout and launched as the package pins it."""
+    from tests.harness import device
+
+    device.activate()
+    from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule
+    from vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv import fused_post_conv_prep
+
+    from vllm_invariant import cuda
+
+    cuda.pin_launches(DIM, DIM, "bfloat16", untested=False)
+    prepared = fused_post_conv_prep(
+        layer.mixed_qkv, layer.a, layer.b, layer.A_log, layer.dt_bias, KEY_HEADS, DIM, DIM
+    )
+    chunk_out, chunk_state = chunk_gated_delta_rule(
+        *(x[None] for x in prepared),
+        initial_state=pool()[3][None],
+        output_final_state=True,
+        cu_seqlens=ints(0, TOKENS),
+    )
+    out, state = in_float64(layer, pool()[3])
+    assert error(whole[0], out) <= error(chunk_out[0], out)
+    assert error(whole[1], state) <= error(chunk_state[0], state)
