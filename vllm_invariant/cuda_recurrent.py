@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-from vllm_invariant.ops import conv_triton, recurrent_triton
+from vllm_invariant.ops import conv_triton, recurrent_cuda, recurrent_triton
 
 logger = logging.getLogger("vllm.vllm_invariant")
 
@@ -21,8 +21,33 @@ logger = logging.getLogger("vllm.vllm_invariant")
 @cache
 def recurrence() -> Any:
     """The ``recurrent_step`` of this process, named in the log once."""
-    logger.info("Recurrent GDN arithmetic: Triton kernel.")
+    if recurrent_cuda.is_available():
+        logger.info("Recurrent GDN arithmetic by %s.", recurrent_cuda.LIBRARY.name)
+        return recurrent_cuda.recurrent_step
+    logger.warning(
+        "Recurrent GDN arithmetic by the Triton kernel, which is slower: %s was not built for this GPU. "
+        "Its bits differ from the library's.",
+        recurrent_cuda.LIBRARY.name,
+    )
     return recurrent_triton.recurrent_step
+
+
+def check(key_dim: int, value_dim: int) -> None:
+    """Judge a model's heads before anything runs.
+
+    Raises:
+        ValueError: if the chosen recurrence does not take them.
+
+    """
+    heads = (
+        {(recurrent_cuda.HEAD_DIM,) * 2} if recurrent_cuda.is_available() else set(recurrent_triton.LAUNCH)
+    )
+    if (key_dim, value_dim) not in heads:
+        known = ", ".join(f"{k}x{v}" for k, v in sorted(heads))
+        raise ValueError(
+            f"the recurrent GDN arithmetic has no kernel for heads of {key_dim}x{value_dim} (known: {known}); "
+            'use gdn_arithmetic="chunk"'
+        )
 
 
 def run(

@@ -35,6 +35,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         if current_platform.is_cuda() and self.one_recurrence:
             from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
 
+            cuda_recurrent.check(self.head_k_dim, self.head_v_dim)
             self._recurrent_core = cuda_recurrent.run
         elif current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
