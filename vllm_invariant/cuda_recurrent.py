@@ -39,14 +39,13 @@ def check(key_dim: int, value_dim: int) -> None:
         ValueError: if the chosen recurrence does not take them.
 
     """
-    heads = (
-        {(recurrent_cuda.HEAD_DIM,) * 2} if recurrent_cuda.is_available() else set(recurrent_triton.LAUNCH)
-    )
+    built = recurrent_cuda.is_available()
+    heads = {(recurrent_cuda.HEAD_DIM,) * 2} if built else set(recurrent_triton.LAUNCH)
     if (key_dim, value_dim) not in heads:
         known = ", ".join(f"{k}x{v}" for k, v in sorted(heads))
         raise ValueError(
-            f"the recurrent GDN arithmetic has no kernel for heads of {key_dim}x{value_dim} (known: {known}); "
-            'use gdn_arithmetic="chunk"'
+            f"the recurrent GDN arithmetic has no kernel for heads of {key_dim}x{value_dim} "
+            f'(known: {known}); use gdn_arithmetic="chunk"'
         )
 
 

@@ -37,7 +37,7 @@ def scored(engine: Engine, ask: Ask, answer: Result, **how: bool) -> tuple[Resul
 
 def test_scored_in_one_step(engines: Engines, options: dict[str, object]) -> None:
     """Generated alone, and together with requests of other lengths; then scored in one prefill."""
-    engine = engines.get(**options)
+    engine = engines.get(**options, enable_prefix_caching=False)
     expected = engine.alone(requests())
     assert_same(expected, engine.run(requests()).results, "together")
     for ask, answer in zip(requests(), expected, strict=True):
@@ -48,7 +48,7 @@ def test_scored_in_one_step(engines: Engines, options: dict[str, object]) -> Non
 
 def test_scored_in_any_cuts(engines: Engines, options: dict[str, object]) -> None:
     """Down to one token a step; cuts off the grid of the chunk arithmetic and off every block."""
-    engine = engines.get(**options)
+    engine = engines.get(**options, enable_prefix_caching=False)
     expected = engine.alone(requests())
     for ask, answer in zip(requests(), expected, strict=True):
         for tokens in (1, 5, 63, 100) if len(ask.prompt) < 64 else (33, 100):
@@ -83,7 +83,7 @@ def test_decoded_blocks_are_hit_by_the_next_turn(engines: Engines, options: dict
 def test_preemption_needs_no_replay(engines: Engines, options: dict[str, object], caching: bool) -> None:
     """Generated tokens come back in one prefill, twice, and the request goes on with the bits it had."""
     asked = [Ask(tuple(prompt(129, seed=50)), max_tokens=40), *requests()[:2]]
-    engine = engines.get(**options, enable_prefix_caching=caching)
+    engine = engines.get(**options, **({} if caching else {"enable_prefix_caching": False}))
     expected = engine.alone(asked)
     due = [8, 31]
     engine.reset()
