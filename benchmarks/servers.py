@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ class Mode:
         """As a command line, without what is common to all modes."""
         unset = [f"-u {name}" for name in DECISIVE if name not in self.environment]
         shown = [f'{k}="{v}"' for k, v in self.environment.items() if k != "PYTHONPATH"]
-        return " ".join(["env", *unset, *shown, "vllm serve MODEL", *self.options])
+        return " ".join(["env", *unset, *shown, "vllm serve MODEL", shlex.join(self.options)])
 
 
 def serve_command() -> list[str]:

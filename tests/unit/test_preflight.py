@@ -206,6 +206,17 @@ def test_defaults_fill_in_what_was_left_open():
     preflight.check_engine(config)
 
 
+def test_defaults_of_the_recurrent_arithmetic():
+    """Blocks stay as stock makes them; hits land as often as stock's own attention blocks would let them."""
+    config = unset()
+    config.additional_config = {"vllm_invariant": {"gdn_arithmetic": "recurrent"}}
+    preflight.set_defaults(config)
+    cache = config.cache_config
+    assert (cache.block_size, cache.user_specified_block_size, cache.prefix_match_unit) == (16, False, 16)
+    config.scheduler_config.max_num_batched_tokens = config.scheduler_config.max_num_seqs
+    assert preflight.check_engine(config).arithmetic.grid == 1
+
+
 def test_defaults_are_the_same_the_second_time():
     once, twice = unset(), unset()
     preflight.set_defaults(once)
