@@ -62,7 +62,8 @@ def run(
         out: (tokens, value heads, head_v_dim), written.
 
     """
-    starts, slots = metadata.non_spec_query_start_loc, metadata.non_spec_state_indices_tensor
+    starts = metadata.non_spec_query_start_loc
+    slots = metadata.non_spec_state_indices_tensor.contiguous()  # else a column of the block table
     tokens = slice(0, metadata.num_actual_tokens)
     conv_pool, state_pool = layer.kv_cache
     if is_conv_state_dim_first():

@@ -148,8 +148,8 @@ def causal_conv1d(
     taps = weight.shape[1]
     if weight.shape[0] != channels or pool.shape[1:] != (taps - 1, channels):
         raise ValueError(f"weight {tuple(weight.shape)} and pool {tuple(pool.shape)} do not fit {channels}")
-    if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("x must have contiguous channels, and weight must be contiguous")
+    if x.stride(1) != 1 or not (weight.is_contiguous() and slots.is_contiguous()):
+        raise ValueError("x must have contiguous channels; weight and slots must be contiguous")
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     begun = all_begun(x.device) if has_initial_state is None else has_initial_state.view(torch.uint8)
     blocks = triton.cdiv(channels, BD)

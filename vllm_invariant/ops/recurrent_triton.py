@@ -181,6 +181,10 @@ def recurrent_step(
     if sequences > SEQUENCES:
         raise ValueError(f"at most {SEQUENCES} sequences in a step, got {sequences}")
 
+    for name, tensor in (("slots", slots), ("initial_slots", initial_slots), ("cu_seqlens", starts)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
     launch = LAUNCH[key_dim, value_dim]
     recurrent_kernel[(value_dim // launch.BV, value_heads, sequences)](
         mixed_qkv,
