@@ -4,9 +4,9 @@
 
 Modes: stock vLLM and vLLM with the plugin, both without the flag; under the flag, stock with nothing but
 its support answer changed, and the plugin with either arithmetic.  Prefix caching is off in all of them:
-stock's cache blocks do not lie on the token grid, so hits would have other lengths.  Rounds go through the modes in turn, forwards and
-backwards, so that a machine that gets slower or faster does not favour one; a figure is the median of the
-rounds.
+stock's cache blocks do not lie on the token grid, so hits would have other lengths.  Rounds go through the
+modes in turn, forwards and backwards, so that a machine that gets slower or faster does not favour one; a
+figure is the median of the rounds.
 """
 
 import argparse

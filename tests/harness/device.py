@@ -96,23 +96,33 @@ def _stock_prefill(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _another_tile_for_prefill(patch: pytest.MonkeyPatch) -> None:
-    """Sequences of more than one token are summed in another order."""
+def _another_order_for_prefill(patch: pytest.MonkeyPatch) -> None:
+    """A sequence of more than one token has its sums taken in PyTorch's order."""
     from vllm_invariant import cuda_recurrent
-    from vllm_invariant.ops import recurrent_triton
+    from vllm_invariant.ops import recurrent_torch
 
     ours = cuda_recurrent.recurrence()
 
-    def step(*tensors: Any, max_query_len: int, **rest: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setitem(recurrent_triton.LAUNCH, (128, 128), recurrent_triton.Launch(BV=8, warps=8))
-            run = recurrent_triton.recurrent_step if max_query_len > 1 else ours
-            run(*tensors, max_query_len=max_query_len, **rest)
+    def step(qkv: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, state: Any, out: Any, **rest: Any) -> None:
+        if rest["max_query_len"] == 1:
+            ours(qkv, a, b, a_log, dt_bias, state, out, **rest)
+            return
+        heads, value_dim, key_dim = state.shape[1:]
+        q, k, v = qkv.split([(qkv.shape[1] - heads * value_dim) // 2] * 2 + [heads * value_dim], dim=1)
+        out.copy_(
+            recurrent_torch.recurrent_gated_delta_rule(
+                q.reshape(len(q), -1, key_dim),
+                k.reshape(len(k), -1, key_dim),
+                v.reshape(len(v), -1, value_dim),
+                *(a, b, a_log, dt_bias, state.transpose(2, 3)),
+                *(rest[name].tolist() for name in ("cu_seqlens", "slots", "has_initial_state")),
+            )
+        )
 
     patch.setattr(cuda_recurrent, "recurrence", lambda: step)
 
 
 FORM_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cpu": {"attention tiles": _attention_tiles_of_64, "one recurrence": _stock_prefill},
-    "cuda": {"one recurrence": _another_tile_for_prefill},
+    "cuda": {"one recurrence": _another_order_for_prefill},
 }[NAME]

@@ -74,7 +74,7 @@ def conv_kernel(
     if BIAS:
         b_y += tl.load(p_bias + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(W):
-        back: tl.constexpr = W - 1 - tap
+        back = W - 1 - tap
         b_x = _input(
             p_x, p_old, x_stride, tap_stride, channel_stride,
             row - back, position - back, o_d[None, :], m, begun[:, None], W,

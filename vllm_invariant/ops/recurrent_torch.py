@@ -150,7 +150,7 @@ def recurrent_gated_delta_rule(
         return torch.empty_like(v)
     state = pool[torch.tensor([sources[i] for i in order])]
     state[[not continues[i] for i in order]] = 0
-    product, out = torch.empty_like(state), torch.empty(v.shape)
+    product, out = torch.empty_like(state), torch.empty_like(v, dtype=torch.float32)
     for t in range(lengths[order[0]]):
         live = [i for i in order if lengths[i] > t]  # the longest first, so the live ones are in front
         rows = torch.tensor([starts[i] + t for i in live])
