@@ -25,6 +25,10 @@ WRAPPER = "Qwen3_5ForConditionalGeneration"  # the same language model beside a 
 ARCHITECTURES = ("Qwen3_5ForCausalLM", WRAPPER)
 
 
+# Attention backends whose decode and prefill agree in bits under the flag.
+SAME_IN_DECODE = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+
+
 def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
     """One message in the one form."""
     return f"{FLAG}: {option} {why}; use {works}."
@@ -141,7 +145,27 @@ def _features(config: Any) -> Iterator[str | None]:
         yield refuse(f'gdn_prefill_backend="{backend}"', 'gdn_prefill_backend="triton"')
 
 
-RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (_model, _cache, _scheduler, _features)
+def _attention(config: Any) -> Iterator[str | None]:
+    arithmetic, chosen = _options(config).arithmetic, config.attention_config
+    if not arithmetic.decode_equals_prefill:
+        return
+    for backend in (chosen.backend, *chosen.backend_per_kind.values()):
+        if backend is not None and backend.name not in SAME_IN_DECODE:
+            yield refuse(
+                f"--attention-backend {backend.name}",
+                f"--attention-backend {' or '.join(SAME_IN_DECODE)}",
+                f"was not shown to compute a generated token as it computes a prompt's, which "
+                f'gdn_arithmetic="{arithmetic.name}" promises',
+            )
+
+
+RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (
+    _model,
+    _cache,
+    _scheduler,
+    _features,
+    _attention,
+)
 
 
 def _options(config: Any) -> InvariantConfig:
