@@ -76,14 +76,6 @@ BATCH_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 ATTENTION_BACKENDS = {"cpu": ("CPU_ATTN",), "cuda": ("FLASH_ATTN", "TRITON_ATTN")}[NAME]
 
 
-def _attention_tiles_of_64(patch: pytest.MonkeyPatch) -> None:
-    """A prompt's rows share a kernel call; a decoded row has its own."""
-    from vllm_invariant import cpu_attention
-
-    tile_rows = cpu_attention.tile_rows
-    patch.setattr(cpu_attention, "tile_rows", lambda computed, rows, tile: tile_rows(computed, rows, 64))
-
-
 def _stock_prefill(patch: pytest.MonkeyPatch) -> None:
     """Steps with a prompt go to stock's kernels."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -123,6 +115,6 @@ def _another_order_for_prefill(patch: pytest.MonkeyPatch) -> None:
 
 
 FORM_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "cpu": {"attention tiles": _attention_tiles_of_64, "one recurrence": _stock_prefill},
+    "cpu": {"linear tiles": _whole_step_linears, "one recurrence": _stock_prefill},
     "cuda": {"one recurrence": _another_order_for_prefill},
 }[NAME]
