@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Mode:
         """As a command line, without what is common to all modes."""
         unset = [f"-u {name}" for name in DECISIVE if name not in self.environment]
         shown = [f'{k}="{v}"' for k, v in self.environment.items() if k != "PYTHONPATH"]
-        return " ".join(["env", *unset, *shown, "vllm serve MODEL", *self.options])
+        return " ".join(["env", *unset, *shown, "vllm serve MODEL", shlex.join(self.options)])
 
 
 def common_options(*, max_model_len: int, max_num_seqs: int, kv_cache_gib: float) -> list[str]:

@@ -27,6 +27,10 @@ class Arithmetic:
     decode_equals_prefill: bool
 
 
+# Prefill by FLA's 64-token chunk kernels, decode by the packed recurrence.
 CHUNK = Arithmetic(name="chunk", grid=64, decode_equals_prefill=False)
 
-ARITHMETICS = {a.name: a for a in (CHUNK,)}
+# Prefill, decode and verification by one recurrence, token by token.
+RECURRENT = Arithmetic(name="recurrent", grid=1, decode_equals_prefill=True)
+
+ARITHMETICS = {a.name: a for a in (CHUNK, RECURRENT)}

@@ -6,6 +6,7 @@ so that backend keeps refusing.  Ours is a member of its own, ``QWEN_GDN_ATTN``.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from vllm.v1.attention.backends.gdn_attn import (
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from vllm_invariant import checkpoint
+from vllm_invariant.arithmetic import Arithmetic
+from vllm_invariant.config import InvariantConfig
 
 NAME = "QWEN_GDN_ATTN"
 
@@ -56,6 +59,7 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
 
     Stock runs a one-token remainder of a prompt by the decode kernel.  Whether there is such a
     remainder depends on where the cut before it fell, so it would move bits (length = 1 mod 64).
+    Where decode and prefill are one recurrence there is nothing to tell apart.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: torch.device) -> None:
@@ -64,6 +68,11 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         self.supports_update_block_table = device.type == "cuda" and vllm_config.use_v2_model_runner
         if self.supports_update_block_table:
             self.mamba_aligned_state_indices: torch.Tensor | None = None
+
+    @cached_property
+    def arithmetic(self) -> Arithmetic:
+        """The engine's GDN arithmetic."""
+        return InvariantConfig.from_additional_config(self.vllm_config.additional_config).arithmetic
 
     def build(
         self,
@@ -74,6 +83,12 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> GDNAttentionMetadata:
         m = common_attn_metadata
+        if self.arithmetic.decode_equals_prefill:
+            metadata = super().build(
+                common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
+            )
+            metadata.longest = m.max_query_len
+            return metadata
         if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
             remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
             if bool(remainder.any()):

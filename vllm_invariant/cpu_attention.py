@@ -3,9 +3,10 @@
 
 Stock's CPU kernel tiles the whole batch at once, so the tile a query row falls into, and with it
 the order in which that row's softmax is accumulated, follows whoever else is in the step.  Here
-the same kernel is called once per *tile*: up to 64 query rows of one request, cut at absolute token
-positions that are multiples of 64, with no split over keys.  Chunk ends lie on the same grid, so a
-row's tile depends on nothing but its request.
+the same kernel is called once per *tile*: query rows of one request, cut at absolute token positions
+that are multiples of the GDN arithmetic's grid, with no split over keys.  Chunk ends lie on the same
+grid, so a row's tile depends on nothing but its request.  A grid of one token gives one row a call, and
+then a row is computed alike in prefill and in decode.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_invariant import grid
-
-TILE = 64  # query rows of one kernel call; equal to the chunk grid, see the module docstring
+from vllm_invariant.config import InvariantConfig
 
 
 @dataclass
@@ -48,7 +48,7 @@ class TiledCPUAttentionMetadata(CPUAttentionMetadata):
     tiles: list[Tile] = field(default_factory=list)
 
 
-def tile_rows(computed: int, rows: int, tile: int = TILE) -> list[tuple[int, int]]:
+def tile_rows(computed: int, rows: int, tile: int) -> list[tuple[int, int]]:
     """Split ``rows`` query rows that follow ``computed`` tokens at absolute multiples of ``tile``.
 
     Returns:
@@ -65,7 +65,7 @@ def tile_rows(computed: int, rows: int, tile: int = TILE) -> list[tuple[int, int
 
 
 class TiledCPUAttentionBackend(CPUAttentionBackend):
-    """CPU attention, one kernel call per 64-row tile of one request."""
+    """CPU attention, one kernel call per tile of one request."""
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -87,12 +87,13 @@ class TiledCPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TiledCPUAttentionMetadata:
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        tile = InvariantConfig.from_additional_config(self.vllm_config.additional_config).arithmetic.grid
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = step.seq_lens.tolist()
         tiles = []
         for i, (first, last) in enumerate(pairwise(starts)):
             computed = lengths[i] - (last - first)
-            for begin, end in tile_rows(computed, last - first):
+            for begin, end in tile_rows(computed, last - first, tile):
                 metadata = self._tile_metadata(step, i, computed + end, end - begin)
                 tiles.append(Tile(first + begin, first + end, metadata))
         return TiledCPUAttentionMetadata(**vars(step), tiles=tiles)

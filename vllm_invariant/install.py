@@ -132,8 +132,10 @@ def _on_cpu_workers() -> None:
     from vllm_invariant.cpu_conv import accept_one_token
     from vllm_invariant.cpu_linear import tile_dispatch
     from vllm_invariant.cpu_moe import offer
+    from vllm_invariant.cpu_recurrent import one_recurrence
 
     seams.replace(gdn_attention, "_causal_conv1d_fwd_cpu", accept_one_token)
+    seams.replace(gdn_attention, "_cpu_gdn_attention_nonspec", one_recurrence)
     seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
     seams.replace(unquantized, "backend_to_kernel_cls", offer)
 

@@ -25,6 +25,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         options = preflight.check_engine(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
         self._grid = options.arithmetic.grid
+        self.one_recurrence = options.arithmetic.decode_equals_prefill
         *_, recurrent_dtype = self.get_state_dtype()
         if recurrent_dtype != torch.float32:
             raise ValueError(
@@ -35,7 +36,12 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 )
             )
 
-        if current_platform.is_cuda():
+        if current_platform.is_cuda() and self.one_recurrence:
+            from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
+
+            cuda_recurrent.check(self.head_k_dim, self.head_v_dim)
+            self._recurrent_core = cuda_recurrent.run
+        elif current_platform.is_cuda():
             dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
             cuda.pin_launches(self.head_k_dim, self.head_v_dim, dtype, untested=options.allow_untested_gpu)
             if vllm_config.cache_config.mamba_cache_mode == "align":
@@ -46,7 +52,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Stock's, which on a GPU also tells scheduler and cache that a prefill saves states on its way."""
         spec = super().get_kv_cache_spec(vllm_config)
-        if not current_platform.is_cuda() or spec.mamba_cache_mode != "align":
+        if self.one_recurrence or not current_platform.is_cuda() or spec.mamba_cache_mode != "align":
             return spec
         unit = vllm_config.cache_config.prefix_match_unit or spec.block_size
         alignment = grid.shared(self._grid, unit)
@@ -61,6 +67,8 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     ) -> None:
         """Convolution and recurrence of one step.
 
+        With the recurrent arithmetic all rows take one path.  With the chunk arithmetic:
+
         Stock runs the cached rows of a mixed step by other kernels than those of a step of cached
         rows only, so a request's bits would follow whether a prefill joined.  Here cached rows, which
         stand in front, always take the packed decode helper, and prefills the chunk path.
@@ -73,6 +81,10 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """
         per_layer = get_forward_context().attn_metadata
         metadata = per_layer.get(self.prefix) if isinstance(per_layer, dict) else None
+        if self.one_recurrence:
+            if metadata is not None:  # None while memory is profiled: there are no caches yet
+                self._recurrent_core(self, metadata, mixed_qkv, b, a, core_attn_out)
+            return
         parts = getattr(metadata, "parts", None)
         if parts is None or not self.enable_packed_recurrent_decode:
             self._stock_core(metadata, mixed_qkv, b, a, core_attn_out)

@@ -17,10 +17,17 @@ logger = logging.getLogger("vllm.vllm_invariant")
 
 FLAG = "VLLM_BATCH_INVARIANT=1"
 
+# Tokens of stock's own attention block: hits may land this often where the arithmetic's grid allows it.
+FINEST_HIT = 16
+
 # Model classes that were shown invariant.  A wrapper is the same language model beside a vision tower.
 WRAPPERS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 EXPERTS = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3NextForCausalLM")
 ARCHITECTURES = tuple(dict.fromkeys(("Qwen3_5ForCausalLM", *EXPERTS, *WRAPPERS)))
+
+
+# Attention backends whose decode and prefill agree in bits under the flag.
+SAME_IN_DECODE = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 
 
 def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
@@ -38,12 +45,13 @@ def set_defaults(vllm_config: Any) -> None:
     if cache.mamba_ssm_cache_dtype == "auto":
         cache.mamba_ssm_cache_dtype = "float32"
         logger.info("%s: recurrent state is kept in float32.", FLAG)
+    unit = grid.shared(step, FINEST_HIT)
     if not cache.user_specified_block_size and step > 1:
         # The hybrid block becomes the smallest multiple of this that holds a state page.
-        cache.block_size = grid.shared(step, 64)
+        cache.block_size = unit
         cache.user_specified_block_size = True
     if cache.enable_prefix_caching and cache.prefix_match_unit is None:
-        cache.prefix_match_unit = grid.shared(step, 64)
+        cache.prefix_match_unit = unit
         logger.info("%s: prefix-cache hits land every %d tokens.", FLAG, cache.prefix_match_unit)
     # Inductor: nothing chosen by timing, combo kernels included (two ways to fuse, the faster kept).
     inductor = vllm_config.compilation_config.inductor_compile_config
@@ -154,7 +162,28 @@ def _experts(config: Any) -> Iterator[str | None]:
         yield refuse("norm_topk_prob=false in the model's config", "a model that normalizes router weights")
 
 
-RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (_model, _cache, _scheduler, _features, _experts)
+def _attention(config: Any) -> Iterator[str | None]:
+    arithmetic, chosen = _options(config).arithmetic, config.attention_config
+    if not arithmetic.decode_equals_prefill:
+        return
+    for backend in (chosen.backend, *chosen.backend_per_kind.values()):
+        if backend is not None and backend.name not in SAME_IN_DECODE:
+            yield refuse(
+                f"--attention-backend {backend.name}",
+                f"--attention-backend {' or '.join(SAME_IN_DECODE)}",
+                f"was not shown to compute a generated token as it computes a prompt's, which "
+                f'gdn_arithmetic="{arithmetic.name}" promises',
+            )
+
+
+RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (
+    _model,
+    _cache,
+    _scheduler,
+    _features,
+    _experts,
+    _attention,
+)
 
 
 def _options(config: Any) -> InvariantConfig:

@@ -6,7 +6,8 @@ one hook both of stock's prefill paths pass through:
 
 * a chunk that does not finish its prompt ends on the grid, in every cache mode;
 * a request that comes back from preemption gets its prompt by prefill, and then its own generated
-  tokens by decode, one known token a step, as they were made the first time (*replay*);
+  tokens by decode, one known token a step, as they were made the first time (*replay*), unless the
+  arithmetic's prefill gives the same bits;
 * the prefix cache follows the rules of `history`, and states are saved where prompts part (`junction`).
 
 Models without a Qwen GDN layer are scheduled exactly as stock would.
@@ -70,13 +71,13 @@ class GridSchedulerMixin(JunctionMixin):
         if self.waits_for_its_own_blocks(request):
             return 0
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        prompt_end = request.num_prompt_tokens
-        if start >= prompt_end:
+        # A resumed request's own tokens are prefilled only if that gives the bits decode gave.
+        equal = self.arithmetic.decode_equals_prefill
+        prefill_end = request.num_tokens if equal else request.num_prompt_tokens
+        if start >= prefill_end:
             return self._decode_tokens(request, start, num_new_tokens)
-        if not self.arithmetic.decode_equals_prefill:
-            # A resumed request's own tokens are decoded again, never prefilled.
-            num_new_tokens = min(num_new_tokens, prompt_end - start)
-        end = grid.chunk_end(start, start + num_new_tokens, prompt_end, self.arithmetic.grid)
+        num_new_tokens = min(num_new_tokens, prefill_end - start)
+        end = grid.chunk_end(start, start + num_new_tokens, prefill_end, self.arithmetic.grid)
         if self.aligned and end > start:
             with self._tail_stop(request):
                 stock_end = start + super()._mamba_block_aligned_split(
@@ -86,7 +87,7 @@ class GridSchedulerMixin(JunctionMixin):
                 # Stock would let the request wait for a whole block's worth of budget.  The state
                 # may as well stop inside the block, on the grid, and go on from there.
                 stock_end = min(end, grid.next_stop(start, self.cache_config.block_size))
-            end = grid.chunk_end(start, stock_end, prompt_end, self.arithmetic.grid)
+            end = grid.chunk_end(start, stock_end, prefill_end, self.arithmetic.grid)
         self.counters.grid_waits += end == start
         return end - start
 

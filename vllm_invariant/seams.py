@@ -130,6 +130,12 @@ SEAMS = (
         ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state"),
     ),
     Seam(
+        "S26",
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        "_cpu_gdn_attention_nonspec",
+        ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out"),
+    ),
+    Seam(
         "S12",
         "vllm.model_executor.layers.utils",
         "dispatch_cpu_unquantized_gemm",

@@ -111,3 +111,53 @@ MOE_RULE: Callable[[pytest.MonkeyPatch], None] = {
     "cpu": _whole_shares,
     "cuda": _narrow_router_weights,
 }[NAME]
+
+
+# --- the axis form ---------------------------------------------------------------------------------
+
+# Attention backends of the device with which decode and prefill agree in bits.
+ATTENTION_BACKENDS = {"cpu": ("CPU_ATTN",), "cuda": ("FLASH_ATTN", "TRITON_ATTN")}[NAME]
+
+
+def _stock_prefill(patch: pytest.MonkeyPatch) -> None:
+    """Steps with a prompt go to stock's kernels."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    from vllm_invariant import cpu_recurrent
+
+    stock, ours = gdn_attention._cpu_gdn_attention_nonspec.__wrapped__, cpu_recurrent.run
+    patch.setattr(
+        cpu_recurrent, "run", lambda layer, m, *rest: (stock if m.num_prefills else ours)(layer, m, *rest)
+    )
+
+
+def _another_order_for_prefill(patch: pytest.MonkeyPatch) -> None:
+    """A sequence of more than one token has its sums taken in PyTorch's order."""
+    from vllm_invariant import cuda_recurrent
+    from vllm_invariant.ops import recurrent_torch
+
+    ours = cuda_recurrent.recurrence()
+
+    def step(qkv: Any, a: Any, b: Any, a_log: Any, dt_bias: Any, state: Any, out: Any, **rest: Any) -> None:
+        if rest["max_query_len"] == 1:
+            ours(qkv, a, b, a_log, dt_bias, state, out, **rest)
+            return
+        heads, value_dim, key_dim = state.shape[1:]
+        q, k, v = qkv.split([(qkv.shape[1] - heads * value_dim) // 2] * 2 + [heads * value_dim], dim=1)
+        out.copy_(
+            recurrent_torch.recurrent_gated_delta_rule(
+                q.reshape(len(q), -1, key_dim),
+                k.reshape(len(k), -1, key_dim),
+                v.reshape(len(v), -1, value_dim),
+                *(a, b, a_log, dt_bias, state.transpose(2, 3)),
+                *(rest[name].tolist() for name in ("cu_seqlens", "slots", "has_initial_state")),
+            )
+        )
+
+    patch.setattr(cuda_recurrent, "recurrence", lambda: step)
+
+
+FORM_RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cpu": {"linear tiles": _whole_step_linears, "one recurrence": _stock_prefill},
+    "cuda": {"one recurrence": _another_order_for_prefill},
+}[NAME]

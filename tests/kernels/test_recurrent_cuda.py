@@ -47,9 +47,7 @@ class Layer:
         )
 
     def rows(self, start: int, end: int) -> "Layer":
-        return replace(
-            self, mixed_qkv=self.mixed_qkv[start:end], a=self.a[start:end], b=self.b[start:end]
-        )
+        return replace(self, mixed_qkv=self.mixed_qkv[start:end], a=self.a[start:end], b=self.b[start:end])
 
     def select(self, rows: list[int]) -> "Layer":
         return replace(self, mixed_qkv=self.mixed_qkv[rows], a=self.a[rows], b=self.b[rows])
@@ -58,7 +56,9 @@ class Layer:
     def heads(self) -> int:
         return self.A_log.numel()
 
-    def run(self, state: torch.Tensor, slots: torch.Tensor, longest: int, **options: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, state: torch.Tensor, slots: torch.Tensor, longest: int, **options: torch.Tensor
+    ) -> torch.Tensor:
         """One launch; outputs of rows it does not write stay NaN."""
         out = torch.full((len(self.a), self.heads, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
         recurrent_cuda.recurrent_step(
@@ -230,11 +230,16 @@ def test_parameters_in_either_precision(layer: Layer) -> None:
     """float32 parameters that are bfloat16 numbers give the bits that bfloat16 ones give."""
     rounded = replace(layer, A_log=layer.A_log.bfloat16(), dt_bias=layer.dt_bias.bfloat16())
     widened = replace(
-        layer, A_log=rounded.A_log.float(), dt_bias=rounded.dt_bias.float(), a=layer.a.float(), b=layer.b.float()
+        layer,
+        A_log=rounded.A_log.float(),
+        dt_bias=rounded.dt_bias.float(),
+        a=layer.a.float(),
+        b=layer.b.float(),
     )
     states = pool(), pool()
     outputs = [
-        x.run(s, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS)) for x, s in zip((rounded, widened), states, strict=True)
+        x.run(s, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS))
+        for x, s in zip((rounded, widened), states, strict=True)
     ]
     assert_bitwise(*outputs)
     assert_bitwise(*states)
@@ -262,7 +267,9 @@ def in_float64(layer: Layer, initial: torch.Tensor) -> tuple[torch.Tensor, torch
     """The plain recurrence.  ``initial``: (G, V, K).  Returns (T, G, V) and (G, V, K)."""
     mixed = layer.mixed_qkv.double().cpu()
     key_heads = (mixed.shape[1] // DIM - layer.heads) // 2
-    q, k, v = (x.unflatten(1, (-1, DIM)) for x in mixed.split([key_heads * DIM] * 2 + [layer.heads * DIM], dim=1))
+    q, k, v = (
+        x.unflatten(1, (-1, DIM)) for x in mixed.split([key_heads * DIM] * 2 + [layer.heads * DIM], dim=1)
+    )
     a, b, a_log, dt_bias = (x.double().cpu() for x in (layer.a, layer.b, layer.A_log, layer.dt_bias))
     g, beta = reference.gating(a, b, a_log, dt_bias)
     out, state = reference.recurrent_gated_delta_rule(

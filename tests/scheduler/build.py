@@ -34,6 +34,7 @@ class Options:
         long_prefill: ``long_prefill_token_threshold``, 0 for none.
         asynchronous: schedule one step ahead of the sampled tokens, as async scheduling does.
         stock: the plain stock scheduler, for tests that turn every rule off.
+        arithmetic: name of the GDN arithmetic.
 
     """
 
@@ -47,6 +48,7 @@ class Options:
     long_prefill: int = 0
     asynchronous: bool = False
     stock: bool = False
+    arithmetic: str = "chunk"
 
 
 @functools.cache
@@ -105,6 +107,7 @@ def _cache_config(options: Options) -> Any:
 
 def _vllm_config(folder: Path, options: Options) -> Any:
     config = copy.deepcopy(_engine_config(folder))
+    config.additional_config = {"vllm_invariant": {"gdn_arithmetic": options.arithmetic}}
     cache, scheduler = config.cache_config, config.scheduler_config
     cache.block_size = options.block
     cache.mamba_block_size = options.block if options.mode == "align" else None

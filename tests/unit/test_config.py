@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_invariant.arithmetic import ARITHMETICS, CHUNK, Arithmetic
+from vllm_invariant.arithmetic import ARITHMETICS, CHUNK, RECURRENT, Arithmetic
 from vllm_invariant.config import KEY, InvariantConfig
 
 
@@ -21,6 +21,11 @@ def test_defaults(given):
 def test_known_options():
     config = parse({"gdn_arithmetic": "chunk", "allow_untested_gpu": True})
     assert config.arithmetic is CHUNK and config.allow_untested_gpu is True
+
+
+def test_the_recurrent_arithmetic_is_chosen_by_name():
+    assert parse({"gdn_arithmetic": "recurrent"}).arithmetic is RECURRENT
+    assert (RECURRENT.grid, RECURRENT.decode_equals_prefill) == (1, True)
 
 
 def test_unknown_key_lists_the_known():

@@ -45,6 +45,7 @@ def engine() -> Fake:
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
+        attention_config=Fake(backend=None, backend_per_kind={}),
         compilation_config=Fake(inductor_compile_config={}),
         additional_config={},
     )
@@ -204,6 +205,32 @@ def test_defaults_fill_in_what_was_left_open():
     assert (cache.block_size, cache.user_specified_block_size) == (64, True)
     assert config.additional_config["gdn_prefill_backend"] == "triton"
     preflight.check_engine(config)
+
+
+def test_defaults_of_the_recurrent_arithmetic():
+    """Blocks stay as stock makes them; hits land as often as stock's own attention blocks would let them."""
+    config = unset()
+    config.additional_config = {"vllm_invariant": {"gdn_arithmetic": "recurrent"}}
+    preflight.set_defaults(config)
+    cache = config.cache_config
+    assert (cache.block_size, cache.user_specified_block_size, cache.prefix_match_unit) == (16, False, 16)
+    config.scheduler_config.max_num_batched_tokens = config.scheduler_config.max_num_seqs
+    assert preflight.check_engine(config).arithmetic.grid == 1
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", None])
+def test_attention_that_computes_decode_as_prefill(name):
+    config = changed(additional_config={"vllm_invariant": {"gdn_arithmetic": "recurrent"}})
+    config.attention_config.backend = name and Fake(name=name)
+    preflight.check_engine(config)
+
+
+def test_other_attention_is_refused_with_the_recurrent_arithmetic_only():
+    config = changed(attention_config__backend=Fake(name="FLEX_ATTENTION"))
+    preflight.check_engine(config)
+    config.additional_config = {"vllm_invariant": {"gdn_arithmetic": "recurrent"}}
+    message = refusal(config)
+    assert "--attention-backend FLEX_ATTENTION" in message and "use --attention-backend FLASH_ATTN" in message
 
 
 def test_defaults_are_the_same_the_second_time():

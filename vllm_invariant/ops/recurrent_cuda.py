@@ -109,7 +109,9 @@ def recurrent_step(
 
     """
     arguments = _layout(mixed_qkv, a, b, A_log, dt_bias, state, out)
-    sequences = _indices(arguments, slots, cu_seqlens, has_initial_state, initial_slots, num_accepted, state.device)
+    sequences = _indices(
+        arguments, slots, cu_seqlens, has_initial_state, initial_slots, num_accepted, state.device
+    )
     if cu_seqlens is None and sequences != mixed_qkv.shape[0]:
         raise ValueError(f"without cu_seqlens {mixed_qkv.shape[0]} rows need as many slots, not {sequences}")
     if sequences == 0:
@@ -135,8 +137,14 @@ def _layout(
     heads = state.shape[1]
     dim = HEAD_DIM
     key_heads = (channels - heads * dim) // (2 * dim)
-    if state.shape[2:] != (dim, dim) or channels != (2 * key_heads + heads) * dim or heads % max(key_heads, 1):
-        raise ValueError(f"mixed_qkv {tuple(mixed_qkv.shape)} and state {tuple(state.shape)} do not fit heads of {dim}")
+    if (
+        state.shape[2:] != (dim, dim)
+        or channels != (2 * key_heads + heads) * dim
+        or heads % max(key_heads, 1)
+    ):
+        raise ValueError(
+            f"mixed_qkv {tuple(mixed_qkv.shape)} and state {tuple(state.shape)} do not fit heads of {dim}"
+        )
     floats = (torch.float32, torch.bfloat16)
     for name, x, shape, dtypes in (
         ("mixed_qkv", mixed_qkv, (tokens, channels), (torch.bfloat16,)),
@@ -148,7 +156,9 @@ def _layout(
         ("out", out, (tokens, heads, dim), (torch.bfloat16,)),
     ):
         if x.shape != shape or x.dtype not in dtypes or x.device != state.device:
-            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtypes[0]} on {state.device}")
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtypes[0]} on {state.device}"
+            )
         inner = x.stride()[1:] if x.dim() > 1 else x.stride()
         if inner != torch.empty(x.shape[1:] if x.dim() > 1 else x.shape, device="meta").stride():
             raise ValueError(f"{name} may be strided in its first axis only, not {x.stride()}")
@@ -200,7 +210,9 @@ def _indices(
         if x is None:
             continue
         if x.shape != shape or x.dtype != dtype or x.device != device or (x.dim() and x.stride(-1) != 1):
-            raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtype} on {device}")
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtype} on {device}"
+            )
         setattr(arguments, name, x.data_ptr())
     arguments.slots_stride = slots.stride(0)
     arguments.sequences = sequences

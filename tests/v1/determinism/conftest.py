@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,16 +63,3 @@ def caching_engine(models: Callable[[str | None], Engines], settings: Settings, 
     """The same for the prefix-cache tests."""
     options = settings.engine_options(backend) | {"enable_prefix_caching": True}
     return lambda **further: models(settings.prefix_cache_model).get(**options, **further)
-
-
-@contextmanager
-def budget(engine: Engine, tokens: int) -> Iterator[None]:
-    """Let the scheduler spend ``tokens`` a step, without another engine for it."""
-    scheduler: Any = engine.scheduler
-    stock = scheduler.max_num_scheduled_tokens
-    assert tokens <= stock, f"the engine was built for {stock} tokens a step"
-    scheduler.max_num_scheduled_tokens = tokens
-    try:
-        yield
-    finally:
-        scheduler.max_num_scheduled_tokens = stock

@@ -13,6 +13,7 @@
 ``VLLM_USE_V2_MODEL_RUNNER``    vLLM's own: 0 or 1
 ``INVARIANT_MODE``              ``eager``, or ``graph``: torch.compile and CUDA graphs
 ``INVARIANT_ASYNC``             0 or 1: async scheduling; vLLM's own choice by default
+``INVARIANT_ARITHMETIC``        ``chunk`` (default) or ``recurrent``
 ``INVARIANT_UNTESTED_GPU``      1: run on a GPU newer than SM90, which the package refuses otherwise
 =============================== ====================================================================
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.harness import device
+from vllm_invariant.arithmetic import ARITHMETICS, CHUNK, Arithmetic
 
 # Small enough for two CPU cores; a GPU's are of the size at which batches were seen to differ.
 DEFAULTS = {
@@ -49,6 +51,7 @@ class Settings:
     graphs: bool
     async_scheduling: bool | None
     untested_gpu: bool
+    arithmetic: Arithmetic
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -79,6 +82,7 @@ class Settings:
             graphs=mode == "graph",
             async_scheduling=None if chosen is None else bool(int(chosen)),
             untested_gpu=bool(number("INVARIANT_UNTESTED_GPU", 0)),
+            arithmetic=ARITHMETICS[environ.get("INVARIANT_ARITHMETIC", CHUNK.name)],
         )
 
     def engine_options(self, backend: str) -> dict[str, Any]:
@@ -94,6 +98,8 @@ class Settings:
         }
         if self.async_scheduling is not None:
             options["async_scheduling"] = self.async_scheduling
+        ours: dict[str, Any] = {"gdn_arithmetic": self.arithmetic.name}
         if self.untested_gpu:
-            options["additional_config"] = {"vllm_invariant": {"allow_untested_gpu": True}}
+            ours["allow_untested_gpu"] = True
+        options["additional_config"] = {"vllm_invariant": ours}
         return options

@@ -6,21 +6,22 @@ from tests.harness import device
 from tests.harness.compare import Result, assert_same
 from tests.harness.engine import Ask, Engine, Run, asks
 from tests.harness.prompts import prompt, prompts
-from tests.v1.determinism.conftest import Build, budget
+from tests.harness.score import budget
+from tests.v1.determinism.conftest import Build
+from tests.v1.determinism.settings import Settings
 
-GRID = 64
 PROMPTS = prompts((200, 513, 1000, 1024), seed=5)
 BUDGETS = {"cpu": (64, 100, 192), "cuda": (64, 96, 100, 128, 130, 192, 1024)}[device.NAME]
 TOKENS = 6
 
 
-def check_cuts(run: Run, requests: list[Ask], ids: list[str]) -> int:
+def check_cuts(run: Run, requests: list[Ask], ids: list[str], grid: int) -> int:
     """Every chunk but a prompt's last ends on the grid.  Returns the number of cuts."""
     cuts = 0
     for request, request_id in zip(requests, ids, strict=True):
         *inner, last = run.record.chunk_ends(request_id)
         assert last == len(request.prompt)
-        assert all(end % GRID == 0 for end in inner), f"chunk ends {inner} of {last}"
+        assert all(end % grid == 0 for end in inner), f"chunk ends {inner} of {last}"
         cuts += len(inner)
     return cuts
 
@@ -36,7 +37,7 @@ def uncut(engine: Engine, requests: list[Ask]) -> list[Result]:
 
 
 @pytest.mark.parametrize("decodes", [0, 3])
-def test_any_budget_gives_the_bits_of_one_step(engine: Build, decodes: int) -> None:
+def test_any_budget_gives_the_bits_of_one_step(engine: Build, settings: Settings, decodes: int) -> None:
     """Budgets from one grid step up, with and without others that decode meanwhile and take from it."""
     built = engine(enable_prefix_caching=False)
     requests = asks(PROMPTS, TOKENS)
@@ -48,13 +49,15 @@ def test_any_budget_gives_the_bits_of_one_step(engine: Build, decodes: int) -> N
         with budget(built, tokens):
             run = built.run([*others, *late])
         ids = run.ids[decodes:]
-        assert check_cuts(run, requests, ids) > 0, f"a budget of {tokens} cut nothing"
+        assert check_cuts(run, requests, ids, settings.arithmetic.grid) > 0, (
+            f"a budget of {tokens} cut nothing"
+        )
         if others:
             assert run.record.mixed_steps(run.ids[0]) > 0, "nobody decoded beside a prefill"
         assert_same(expected, run.results[decodes:], f"budget {tokens}, {decodes} decodes")
 
 
-def test_cuts_at_cache_blocks(engine: Build) -> None:
+def test_cuts_at_cache_blocks(engine: Build, settings: Settings) -> None:
     """With prefix caching every prompt is also cut at its blocks, whatever the budget."""
     requests = asks(PROMPTS, TOKENS)
     expected = uncut(engine(enable_prefix_caching=False), requests)
@@ -63,6 +66,6 @@ def test_cuts_at_cache_blocks(engine: Build) -> None:
         built.reset()
         with budget(built, tokens):
             run = built.run(requests)
-        assert check_cuts(run, requests, run.ids) > 0
+        assert check_cuts(run, requests, run.ids, settings.arithmetic.grid) > 0
         assert all(run.record.hit(i) == 0 for i in run.ids), "cold"
         assert_same(expected, run.results, f"prefix caching, budget {tokens}")
