@@ -22,7 +22,9 @@ def facts(engine: Engine) -> dict[str, Any]:
         "gdn backend": layer.mamba_type.name,
         "attention": _name(type(attention.impl)),
         "block": engine.block,
+        "runner": type(engine.runner).__module__,
         "mode": engine.runner.vllm_config.compilation_config.mode.name,
+        "graphs": engine.runner.vllm_config.compilation_config.cudagraph_mode.name,
         "plugin modules": sorted(name for name in sys.modules if name.startswith("vllm_invariant.")),
     }
 
@@ -35,13 +37,14 @@ def main() -> None:
     """Run the job."""
     job = json.load(sys.stdin)
     engine = Engine(Path(job["model"]), job["options"])
-    rounds = []
+    rounds, mixed = [], []
     for each in job["rounds"]:
         if each["cold"]:
             engine.reset()
-        run = engine.run([Ask(tuple(a["prompt"]), a["max_tokens"]) for a in each["asks"]])
+        run = engine.run([Ask(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in each["asks"]])
         rounds.append([result.to_json() for result in run.results])
-    seen = {"facts": facts(engine), "rounds": rounds}
+        mixed.append(run.record.mixed_steps(run.ids[0]))
+    seen = {"facts": facts(engine), "rounds": rounds, "mixed": mixed}
     engine.close()
     Path(job["out"]).write_text(json.dumps(seen))
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,18 @@ class Round:
 
 @dataclass(frozen=True)
 class Child:
-    """What another process saw: the engine's classes, and results round by round."""
+    """What another process saw.
+
+    Attributes:
+        facts: the engine's classes and modes.
+        rounds: results, round by round.
+        mixed: by round, the steps in which a prefill joined a decode of the round's first request.
+
+    """
 
     facts: dict[str, Any]
     rounds: list[list[Result]]
+    mixed: list[int]
 
 
 def empty_caches(folder: Path) -> dict[str, str]:
@@ -77,7 +85,7 @@ def run_child(
         "rounds": [
             {
                 "cold": each.cold,
-                "asks": [{"prompt": a.prompt, "max_tokens": a.max_tokens} for a in each.asks],
+                "asks": [asdict(ask) for ask in each.asks],
             }
             for each in rounds
         ],
@@ -95,7 +103,8 @@ def run_child(
     )
     assert done.returncode == 0, f"the child failed:\n{done.stdout[-3000:]}"
     seen = json.loads(out.read_text())
-    return Child(seen["facts"], [[Result.from_json(r) for r in run] for run in seen["rounds"]])
+    results = [[Result.from_json(r) for r in run] for run in seen["rounds"]]
+    return Child(seen["facts"], results, seen["mixed"])
 
 
 @dataclass(frozen=True)
