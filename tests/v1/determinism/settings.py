@@ -32,7 +32,7 @@ DEFAULTS = {
     "cuda": {"batch": 64, "trials": 4, "max_prompt": 1024, "max_tokens": 32},
 }[device.NAME]
 
-KV_CACHE_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}[device.NAME]
+KV_CACHE_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}[device.NAME]
 
 
 @dataclass(frozen=True)
