@@ -3,17 +3,11 @@
 Free cache memory holds NaN in these tests, so a published block that was never written shows.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
-
 import pytest
 
 from tests.harness import device
 from tests.harness.compare import assert_same
-from tests.harness.engine import Ask, Engine, Engines, asks
+from tests.harness.engine import Ask, Engines, asks
 from tests.harness.memory import LARGE, NAN, Memory, Poisoner, apart
 from tests.harness.prompts import prompt
 
@@ -58,27 +52,6 @@ def test_a_published_block_that_nobody_wrote_is_seen(engines: Engines) -> None:
         assert any(any(step.hits.values()) for step in engine.record.steps), "void: nothing was hit"
 
 
-@contextmanager
-def _at_execution(engine: Engine, number: int, when: str, act: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``act`` around the ``number``-th execution: the step was scheduled, its result not yet taken."""
-    executor, count = engine.core.model_executor, itertools.count(1)
-    stock, acted = executor.execute_model, []
-
-    def execute_model(output: Any, *args: Any, **kwargs: Any) -> Any:
-        due = next(count) == number
-        if due and when == "before":
-            act()
-        result = stock(output, *args, **kwargs)
-        if due and when == "after":
-            act()
-        if due:
-            acted.append(output.total_num_scheduled_tokens)
-        return result
-
-    with mock.patch.object(executor, "execute_model", execute_model):
-        yield acted
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("asynchronous", device.ASYNC_SCHEDULING)
 def test_aborted_between_schedule_and_execution(engines: Engines, when: str, asynchronous: bool) -> None:
@@ -100,7 +73,7 @@ def test_aborted_between_schedule_and_execution(engines: Engines, when: str, asy
             assert name not in engine.scheduler.requests
 
         late = [Ask(twin.prompt, twin.max_tokens, at=twin.at + number) for twin in twins]
-        with poisoner.watching(), _at_execution(engine, number, when, abort) as acted:
+        with poisoner.watching(), engine.at_execution(number, abort, when=when) as acted:
             run = engine.run([other, *late], poisoner.sweep)
         assert acted and acted[0] > 0
         assert number == 1 or any(result.cached for result in run.results[1:]), "void: nothing was published"

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness.compare import assert_same
-from tests.harness.engine import Ask, Engines, asks
+from tests.harness import device
+from tests.harness.compare import assert_same, differing
+from tests.harness.engine import Ask, Engine, Engines, Run, asks
 from tests.harness.prompts import prompt
 from tests.harness.record import total_preemptions
 
@@ -53,6 +54,40 @@ def test_one_request_for_each_step_preempted_there(engines: Engines) -> None:
     assert sorted(run.record.preemptions[i] for i in run.ids) == [0] + [1] * (TOKENS - 1)
     assert sum(run.record.hit(i) > 0 for i in run.ids) >= TOKENS - 4, "void: they came back by prefill"
     assert_same(expected, run.results)
+
+
+DRAWN = [Ask(tuple(prompt(n, seed=233)), 20, temperature=0.9, seed=n) for n in (70, 129, 40)]
+
+
+def _preempted_under_way(engine: Engine, number: int) -> Run:
+    """Preempted after the execution of a step and before its result is taken, which is then dropped."""
+    engine.reset()
+    with engine.at_execution(number, lambda: engine.preempt(None, forget=True), when="after") as acted:
+        run = engine.run(DRAWN)
+    assert acted and all(run.record.preemptions[i] == 1 for i in run.ids)
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", device.ASYNC_SCHEDULING)
+def test_a_token_that_was_drawn_and_dropped(engines: Engines, asynchronous: bool) -> None:
+    """It is drawn again, the same."""
+    expected = engines.solo(DRAWN)
+    engine = engines.get(async_scheduling=asynchronous)
+    for number in (2, 7, 13):
+        run = _preempted_under_way(engine, number)
+        assert_same(expected, run.results, f"preempted during execution {number}")
+
+
+def test_a_generator_that_is_not_rewound(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule turned off, in the model runner that needs it."""
+    from vllm_invariant import sampling
+
+    expected = engines.solo(DRAWN)
+    engine = engines.get(async_scheduling=False)
+    if type(engine.runner).__module__ != "vllm.v1.worker.gpu_model_runner" and device.NAME == "cuda":
+        pytest.skip("Model Runner V2 draws by position")
+    monkeypatch.setattr(sampling, "rewind", lambda *_: None)
+    assert differing(expected, _preempted_under_way(engine, 7).results)
 
 
 def _staggered(b: int) -> list[Ask]:

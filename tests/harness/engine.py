@@ -1,6 +1,7 @@
 """In-process engines on a tiny checkpoint, driven step by step."""
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,30 @@ class Engine:
         self.llm.llm_engine.abort_request([request_id], internal=True)
         while self.llm.llm_engine.has_unfinished_requests():
             self.llm.llm_engine.step()
+
+    @contextmanager
+    def at_execution(self, number: int, act: Callable[[], None], *, when: str) -> Iterator[list[int]]:
+        """Call ``act`` "before" or "after" the ``number``-th execution.
+
+        The step was scheduled, and its result was not taken yet.  Yields the tokens that step computes,
+        once it has come.
+        """
+        executor, count = self.core.model_executor, itertools.count(1)
+        stock, acted = executor.execute_model, []
+
+        def execute_model(output: Any, *args: Any, **kwargs: Any) -> Any:
+            due = next(count) == number
+            if due and when == "before":
+                act()
+            result = stock(output, *args, **kwargs)
+            if due and when == "after":
+                act()
+            if due:
+                acted.append(output.total_num_scheduled_tokens)
+            return result
+
+        with mock.patch.object(executor, "execute_model", execute_model):
+            yield acted
 
     def _number(self, request_id: str) -> str:
         return request_id.split("-")[0]

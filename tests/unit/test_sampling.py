@@ -14,9 +14,13 @@ def runner(discarded: list[bool], seeded: list[int], padding: int = 2) -> Any:
     """A model runner of so many rows, with more rows' worth of stale flags behind them."""
     mask = np.array(discarded + [True] * padding)
     generators = {row: torch.Generator().manual_seed(row) for row in seeded}
+    names = [f"r{row}" for row in range(len(discarded))]
     return SimpleNamespace(
-        input_batch=SimpleNamespace(generators=generators, num_reqs=len(discarded)),
+        input_batch=SimpleNamespace(generators=generators, num_reqs=len(discarded), req_ids=names),
         discard_request_mask=SimpleNamespace(np=mask),
+        execute_model_state=object(),
+        optimistic_seq_lens_cpu=torch.full((len(discarded) + padding,), 10),
+        requests={name: SimpleNamespace() for name in names},
     )
 
 
@@ -61,3 +65,35 @@ def test_generators_come_back_after_an_error():
     with pytest.raises(RuntimeError, match="no sample"):
         hold_generators(failing)(worker)
     assert sorted(worker.input_batch.generators) == [0, 1]
+
+
+def draw(worker: Any, position: int) -> float:
+    """The number that the only row draws for a position."""
+    worker.optimistic_seq_lens_cpu[0] = position
+    generator = worker.input_batch.generators[0]
+    return hold_generators(lambda self: float(torch.rand(1, generator=generator)))(worker)
+
+
+def test_a_position_drawn_again_gets_what_it_got():
+    worker = runner([False], seeded=[0])
+    first = [draw(worker, position) for position in (10, 11, 12)]
+    assert len(set(first)) == 3
+    assert [draw(worker, position) for position in (11, 12)] == first[1:]
+    worker.input_batch.generators[0].manual_seed(0)  # undisturbed
+    undisturbed = [float(torch.rand(1, generator=worker.input_batch.generators[0])) for _ in range(4)]
+    assert first == undisturbed[:3]
+
+
+def test_only_the_last_draws_are_kept():
+    worker = runner([False], seeded=[0])
+    for position in range(10, 40):
+        draw(worker, position)
+    assert [p for p, _ in worker.requests["r0"].invariant_draws] == [36, 37, 38, 39]
+
+
+def test_a_step_with_nothing_to_sample_moves_nothing():
+    worker = runner([False], seeded=[0])
+    worker.execute_model_state = None
+    before = states(worker)
+    hold_generators(lambda self: None)(worker)
+    assert states(worker) == before and not vars(worker.requests["r0"])
