@@ -27,7 +27,11 @@ ENVIRONMENT = {
 
 def launch(model: Path) -> Launch:
     """The demo's server for a checkpoint, with the flag set."""
-    return Launch(str(model), OPTIONS, ENVIRONMENT)
+    import torch
+
+    # A tiny model needs little; the GPU may have other users.
+    share = ("--gpu-memory-utilization", "0.1") if torch.cuda.is_available() else ()
+    return Launch(str(model), (*OPTIONS, *share), ENVIRONMENT)
 
 
 def _checkpoint(folder: Path) -> Path:
