@@ -36,52 +36,63 @@ __device__ __forceinline__ int warp_index() { return __shfl_sync(kWarp, threadId
 
 // ---- direct --------------------------------------------------------------------------------------
 
-// Grid: (parts of a head * value heads, sequences).
-template <int LANES, int COLS, int WARPS, int MIN_BLOCKS, bool STREAM>
+// Grid: (parts of a head * value heads, sequences).  LONGER is for more than one token: the next token's loads
+// are in flight during a token, and the gates of 32 tokens are made at once.
+template <class R, int WARPS, int MIN_BLOCKS, bool LONGER>
 __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) direct(const __grid_constant__ Arguments g) {
-  using R = Rows<LANES, COLS>;
   constexpr int kParts = kDim / (R::COLUMNS * WARPS);
   static_assert(kParts >= 1);
   const int lane = threadIdx.x % 32, warp = warp_index();
   const Heads h(g, blockIdx.x / kParts);
-  const int row = (blockIdx.x % kParts * WARPS + warp) * R::COLUMNS + lane / LANES * COLS;
+  const int row = (blockIdx.x % kParts * WARPS + warp) * R::COLUMNS + lane / kLanes * R::COLS;
   const int column = row + R::first(lane);
   const bool writes_out = lane % R::COPIES == 0;
   const Sequence seq = sequence_of(g, blockIdx.y);
-  __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + column;
+  using Own = Packed<R::OWN>;
+  Own* out = reinterpret_cast<Own*>(g.out + seq.row * g.out_stride + h.head * kDim + column);
+  const int64_t next_out = g.out_stride / R::OWN;
 
   if (seq.padding) {
-    for (int i = 0; i < seq.tokens; ++i, out += g.out_stride)
-      if (writes_out) *out = __float2bfloat16_rn(0.0f);
+    const Own zeros = {};
+    for (int i = 0; i < seq.tokens; ++i, out += next_out)
+      if (writes_out) *out = zeros;
     return;
   }
   if (seq.tokens <= 0) return;
 
-  float s[COLS][R::E];
-  if (seq.starts_from_state) {
-    load_rows<LANES, COLS, STREAM>(s, head_state(g, seq.read, h.head), row, lane);
-  } else {
-#pragma unroll
-    for (int c = 0; c < COLS; ++c)
-#pragma unroll
-      for (int e = 0; e < R::E; ++e) s[c][e] = 0.0f;
-  }
+  float s[R::COLS][R::E];
+  if (seq.starts_from_state) R::load(s, head_state(g, seq.read, h.head), row, lane);
+  else R::zero(s);
   const int* slots = g.slots + blockIdx.y * g.slots_stride;
-  for (int i = 0; i < seq.tokens; ++i, out += g.out_stride) {
+  RawVector raw_k, raw_q;
+  Own raw_v;
+  const auto fetch = [&](int i) {
     const __nv_bfloat16* x = g.mixed_qkv + (seq.row + i) * g.qkv_stride;
-    RawVector<R::E> raw_k, raw_q;
-    raw_k.template load<LANES>(x + h.k, lane);
-    raw_q.template load<LANES>(x + h.q, lane);
-    const float v = __bfloat162float(x[h.v + column]);
-    float k[R::E], q[R::E];
+    raw_k.load(x + h.k, lane);
+    raw_q.load(x + h.q, lane);
+    raw_v = *reinterpret_cast<const Own*>(x + h.v + column);
+  };
+  if (LONGER) fetch(0);
+  Gates gates;
+  for (int i = 0; i < seq.tokens; ++i, out += next_out) {
+    if (!LONGER) fetch(i), gates = gates_of(g, seq.row + i, h.head);
+    if (LONGER && i % 32 == 0) gates = gates_of(g, seq.row + min(i + lane, seq.tokens - 1), h.head);
+    float k[R::E], q[R::E], v[R::OWN], o[R::OWN];
     raw_k.widen(k);
     raw_q.widen(q);
-    const Scalars scalars = finish(sums_of<LANES>(k, q), gates_of(g, seq.row + i, h.head));
-    const float o = R::step(s, k, q, scalars, v);
-    if (writes_out) *out = __float2bfloat16_rn(o);
-    if (i < g.states_kept && slots[i] > 0) store_rows<LANES, COLS, STREAM>(s, head_state(g, slots[i], h.head), row, lane);
+#pragma unroll
+    for (int c = 0; c < R::OWN; ++c) v[c] = raw_v[c];
+    if (LONGER) fetch(min(i + 1, seq.tokens - 1));
+    Gates now = gates;
+    if (LONGER) now = {__shfl_sync(kWarp, gates.decay, i % 32), __shfl_sync(kWarp, gates.beta, i % 32)};
+    R::step(s, k, q, finish(sums_of(k, q), now), v, o);
+    Own packed;
+#pragma unroll
+    for (int c = 0; c < R::OWN; ++c) packed.set(c, o[c]);
+    if (writes_out) *out = packed;
+    if (i < g.states_kept && slots[i] > 0) R::store(s, head_state(g, slots[i], h.head), row, lane);
   }
-  if (!g.states_kept) store_rows<LANES, COLS, STREAM>(s, head_state(g, seq.write, h.head), row, lane);
+  if (!g.states_kept) R::store(s, head_state(g, seq.write, h.head), row, lane);
 }
 
 // ---- tiled ---------------------------------------------------------------------------------------
@@ -98,17 +109,21 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
+__device__ __forceinline__ bool barrier_passed(uint64_t* bar, int parity) {
+  int passed;
   asm volatile(
       "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(bar)),
-      "r"(parity)
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(passed)
+      : "r"(shared_address(bar)), "r"(parity)
       : "memory");
+  return passed;
 }
+
+constexpr int kNap = 200;  // ns between two looks of a maker at a full ring, which lasts for several times that
 
 // Tokens in shared memory, a ring of STAGES tiles.
 template <int COLUMNS, int TOKENS, int STAGES>
@@ -119,18 +134,17 @@ struct Ring {
   uint64_t full[STAGES], empty[STAGES];
 };
 
-// WARPS walk, MAKERS make.
-template <int LANES_, int COLS_, int WARPS_, int MAKERS_, int TOKENS_, int STAGES_, int MIN_BLOCKS_,
-          int UNROLL_ = 2>
+// WARPS walk, MAKERS make.  UNROLL tokens are scheduled together.
+template <int COLS, int WARPS_, int MAKERS_, int MIN_BLOCKS_, int UNROLL_>
 struct Tiling {
-  static constexpr int LANES = LANES_, COLS = COLS_, WARPS = WARPS_, MAKERS = MAKERS_, TOKENS = TOKENS_;
-  static constexpr int STAGES = STAGES_, MIN_BLOCKS = MIN_BLOCKS_, UNROLL = UNROLL_;
-  using R = Rows<LANES, COLS>;
+  static constexpr int WARPS = WARPS_, MAKERS = MAKERS_, MIN_BLOCKS = MIN_BLOCKS_, UNROLL = UNROLL_;
+  static constexpr int TOKENS = 16, STAGES = 3;
+  using R = Rows<COLS, true>;
   static constexpr int COLUMNS = R::COLUMNS * WARPS;
   static constexpr int PARTS = kDim / COLUMNS;
   static constexpr int THREADS = (WARPS + MAKERS) * 32;
-  static constexpr int SHARE = TOKENS / MAKERS;         // tokens of a tile a maker makes
-  static constexpr int ROUNDS = SHARE / R::GROUPS;      // it makes GROUPS at a time
+  static constexpr int SHARE = TOKENS / MAKERS;          // tokens of a tile a maker makes
+  static constexpr int ROUNDS = SHARE / R::GROUPS;       // it makes GROUPS at a time
   static constexpr int AHEAD = ROUNDS < 4 ? ROUNDS : 4;  // rounds whose loads are in flight together
   using Shared = Ring<COLUMNS, TOKENS, STAGES>;
   static_assert(PARTS >= 1 && SHARE <= 32 && ROUNDS >= 1 && ROUNDS % AHEAD == 0);
@@ -141,19 +155,19 @@ template <class T>
 __device__ __forceinline__ void make_tile(const Arguments& g, const Heads& h, typename T::Shared& ring, int stage,
                                           int64_t row, int count, int first, int part, int lane) {
   using R = typename T::R;
-  constexpr int kVector = T::COLUMNS / T::LANES;
-  const int group = lane / T::LANES, l = lane % T::LANES;
+  constexpr int kVector = T::COLUMNS / kLanes;
+  const int group = lane / kLanes, l = lane % kLanes;
 #pragma unroll 1
   for (int round = 0; round < T::ROUNDS; round += T::AHEAD) {
-    RawVector<R::E> raw_k[T::AHEAD], raw_q[T::AHEAD];
+    RawVector raw_k[T::AHEAD], raw_q[T::AHEAD];
     Packed<kVector> raw_v[T::AHEAD];
 #pragma unroll
     for (int i = 0; i < T::AHEAD; ++i) {
       // A tile's unused tokens repeat its last one: they are never read.
       const int token = min(first + (round + i) * R::GROUPS + group, count - 1);
       const __nv_bfloat16* x = g.mixed_qkv + (row + token) * g.qkv_stride;
-      raw_k[i].template load<T::LANES>(x + h.k, lane);
-      raw_q[i].template load<T::LANES>(x + h.q, lane);
+      raw_k[i].load(x + h.k, lane);
+      raw_q[i].load(x + h.q, lane);
       raw_v[i] = *reinterpret_cast<const Packed<kVector>*>(x + h.v + part * T::COLUMNS + l * kVector);
     }
 #pragma unroll
@@ -165,12 +179,12 @@ __device__ __forceinline__ void make_tile(const Arguments& g, const Heads& h, ty
       float4* to = reinterpret_cast<float4*>(ring.kq[stage][token]);
 #pragma unroll
       for (int j = 0; j < R::E / 4; ++j) {
-        to[l + T::LANES * j] = make_float4(k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3]);
-        to[kDim / 4 + l + T::LANES * j] = make_float4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
+        to[l + kLanes * j] = make_float4(k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3]);
+        to[kDim / 4 + l + kLanes * j] = make_float4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
       }
 #pragma unroll
       for (int j = 0; j < kVector; ++j) ring.v[stage][token][l * kVector + j] = raw_v[i][j];
-      const Sums sums = sums_of<T::LANES>(k, q);
+      const Sums sums = sums_of(k, q);
       if (l == 0) {
         ring.scalars[stage][token].decay = sums.kk;
         ring.scalars[stage][token].read = sums.qq;
@@ -192,18 +206,19 @@ __device__ __forceinline__ void make(const Arguments& g, const Heads& h, typenam
                                      const Sequence& seq, int part, int maker, int lane) {
   int stage = 0, parity = 1;
   for (int start = 0; start < seq.tokens; start += T::TOKENS) {
-    barrier_wait(&ring.empty[stage], parity);
+    // Sleep: a maker that polls takes issue slots from the walkers.
+    while (!barrier_passed(&ring.empty[stage], parity)) __nanosleep(kNap);
     make_tile<T>(g, h, ring, stage, seq.row + start, min(T::TOKENS, seq.tokens - start), maker * T::SHARE, part, lane);
     if (lane == 0) barrier_arrive(&ring.full[stage]);
     if (++stage == T::STAGES) stage = 0, parity ^= 1;
   }
 }
 
-template <int LANES, int E = kDim / LANES>
+template <int E>
 __device__ __forceinline__ void load_shared(float (&x)[E], const float* vector, int lane) {
 #pragma unroll
   for (int j = 0; j < E / 4; ++j) {
-    const float4 y = reinterpret_cast<const float4*>(vector)[lane % LANES + LANES * j];
+    const float4 y = reinterpret_cast<const float4*>(vector)[lane % kLanes + kLanes * j];
     x[4 * j] = y.x, x[4 * j + 1] = y.y, x[4 * j + 2] = y.z, x[4 * j + 3] = y.w;
   }
 }
@@ -212,37 +227,34 @@ template <class T>
 __device__ __forceinline__ void walk(const Arguments& g, const Heads& h, typename T::Shared& ring,
                                      const Sequence& seq, int part, int warp, int lane) {
   using R = typename T::R;
-  const int in_block = warp * R::COLUMNS + lane / T::LANES * T::COLS;
+  const int in_block = warp * R::COLUMNS + lane / kLanes * R::COLS;
   const int row = part * T::COLUMNS + in_block;
   const int column = in_block + R::first(lane);
   const bool writes_out = lane % R::COPIES == 0;
-  float s[T::COLS][R::E];
-  if (seq.starts_from_state) {
-    load_rows<T::LANES, T::COLS>(s, head_state(g, seq.read, h.head), row, lane);
-  } else {
-#pragma unroll
-    for (int c = 0; c < T::COLS; ++c)
-#pragma unroll
-      for (int e = 0; e < R::E; ++e) s[c][e] = 0.0f;
-  }
+  float s[R::COLS][R::E];
+  if (seq.starts_from_state) R::load(s, head_state(g, seq.read, h.head), row, lane);
+  else R::zero(s);
   __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + part * T::COLUMNS + column;
   int stage = 0, parity = 0;
   for (int start = 0; start < seq.tokens; start += T::TOKENS) {
     const int count = min(T::TOKENS, seq.tokens - start);
-    barrier_wait(&ring.full[stage], parity);
+    while (!barrier_passed(&ring.full[stage], parity)) {
+    }
 #pragma unroll T::UNROLL
     for (int i = 0; i < count; ++i, out += g.out_stride) {
       float k[R::E], q[R::E];
-      load_shared<T::LANES>(k, ring.kq[stage][i], lane);
-      load_shared<T::LANES>(q, ring.kq[stage][i] + kDim, lane);
-      const float o = R::step(s, k, q, ring.scalars[stage][i], ring.v[stage][i][column]);
-      if (writes_out) *out = __float2bfloat16_rn(o);
+      load_shared(k, ring.kq[stage][i], lane);
+      load_shared(q, ring.kq[stage][i] + kDim, lane);
+      const float v[1] = {ring.v[stage][i][column]};
+      float o[1];
+      R::step(s, k, q, ring.scalars[stage][i], v, o);
+      if (writes_out) *out = __float2bfloat16_rn(o[0]);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&ring.empty[stage]);
     if (++stage == T::STAGES) stage = 0, parity ^= 1;
   }
-  store_rows<T::LANES, T::COLS>(s, head_state(g, seq.write, h.head), row, lane);
+  R::store(s, head_state(g, seq.write, h.head), row, lane);
 }
 
 // Grid: (parts of a head * value heads, sequences).
@@ -278,17 +290,16 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 
 // ---- launch --------------------------------------------------------------------------------------
 
-using Launch = cudaError_t (*)(const Arguments&, cudaStream_t);
-
-template <int LANES, int COLS, int WARPS, int MIN_BLOCKS, bool STREAM>
+template <class R, int WARPS, int MIN_BLOCKS, bool LONGER>
 cudaError_t launch_direct(const Arguments& g, cudaStream_t stream) {
-  const dim3 grid(g.value_heads * (kDim / (Rows<LANES, COLS>::COLUMNS * WARPS)), g.sequences);
-  direct<LANES, COLS, WARPS, MIN_BLOCKS, STREAM><<<grid, WARPS * 32, 0, stream>>>(g);
+  const dim3 grid(g.value_heads * (kDim / (R::COLUMNS * WARPS)), g.sequences);
+  direct<R, WARPS, MIN_BLOCKS, LONGER><<<grid, WARPS * 32, 0, stream>>>(g);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_tiled(const Arguments& g, cudaStream_t stream) {
+  if (g.states_kept) return cudaErrorNotSupported;
   constexpr int kBytes = sizeof(typename T::Shared);
   const cudaError_t error = cudaFuncSetAttribute(tiled<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -297,6 +308,57 @@ cudaError_t launch_tiled(const Arguments& g, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+struct Shape {
+  const char* name;
+  cudaError_t (*launch)(const Arguments&, cudaStream_t);
+};
+
+// Picked by time on an H200.  A shape moves no bit: it says which rows of S share a warp and a block.
+enum { kDecode, kFew, kNarrow, kMiddle, kWide, kShapes };
+constexpr Shape kTable[kShapes] = {
+    {"decode", launch_direct<Rows<2, false>, 1, 16, false>},
+    {"few", launch_direct<Rows<4, false>, 1, 12, true>},
+    {"narrow", launch_tiled<Tiling<2, 4, 4, 1, 4>>},
+    {"middle", launch_tiled<Tiling<4, 4, 2, 2, 2>>},
+    {"wide", launch_tiled<Tiling<8, 4, 2, 2, 1>>},
+};
+constexpr int kFewTokens = 8;
+
+// The shape with the most work a block that still leaves no multiprocessor without a block.
+int choose(const Arguments& g, int multiprocessors) {
+  if (g.longest <= 1 && !g.states_kept) return kDecode;
+  if (g.longest <= kFewTokens || g.states_kept) return kFew;
+  const int64_t heads = static_cast<int64_t>(g.sequences) * g.value_heads;
+  if (4 * heads <= multiprocessors) return kNarrow;  // 4 blocks a head, one block a multiprocessor
+  if (heads <= multiprocessors) return kMiddle;      // 2 and 2
+  return kWide;                                      // 1 and 2
+}
+
+cudaError_t run(const Arguments& g, int shape, int device, cudaStream_t stream) {
+  int current = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = kTable[shape < 0 ? choose(g, multiprocessors) : shape].launch(g, stream);
+  if (current != device) cudaSetDevice(current);
+  return error;
+}
+
 }  // namespace recurrent
 
-#include "sweep.inc"
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int recurrent_arguments_size() { return sizeof(recurrent::Arguments); }
+
+// The name of a launch shape, null past the last one.
+EXPORT const char* recurrent_shape(int shape) {
+  return shape >= 0 && shape < recurrent::kShapes ? recurrent::kTable[shape].name : nullptr;
+}
+
+// Null, or what went wrong.  A negative shape is chosen here.
+EXPORT const char* recurrent_launch(const recurrent::Arguments* g, int shape, int device, void* stream) {
+  if (shape >= recurrent::kShapes) return "there is no such launch shape";
+  const cudaError_t error = recurrent::run(*g, shape, device, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -49,16 +49,11 @@ class Layer:
     def rows(self, start: int, end: int) -> "Layer":
         return replace(self, mixed_qkv=self.mixed_qkv[start:end], a=self.a[start:end], b=self.b[start:end])
 
-    def select(self, rows: list[int]) -> "Layer":
-        return replace(self, mixed_qkv=self.mixed_qkv[rows], a=self.a[rows], b=self.b[rows])
-
     @property
     def heads(self) -> int:
         return self.A_log.numel()
 
-    def run(
-        self, state: torch.Tensor, slots: torch.Tensor, longest: int, **options: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, state: torch.Tensor, slots: torch.Tensor, longest: int, **options) -> torch.Tensor:
         """One launch; outputs of rows it does not write stay NaN."""
         out = torch.full((len(self.a), self.heads, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
         recurrent_cuda.recurrent_step(
@@ -126,12 +121,15 @@ def test_the_bound_on_lengths_moves_no_bit(layer: Layer, whole, longest: int) ->
     assert_bitwise(state[3], whole[1])
 
 
-@pytest.mark.parametrize("longest", [1, 2, 4, 8, 9, 64, TOKENS])
-def test_every_launch_shape_is_correct_alone(layer: Layer, whole, longest: int) -> None:
-    """A bound that is too small still picks a kernel that walks all tokens."""
-    state = pool()
-    assert_bitwise(layer.run(state, ints(3), longest, cu_seqlens=ints(0, TOKENS)), whole[0])
-    assert_bitwise(state[3], whole[1])
+def test_every_launch_shape_has_the_same_bits(layer: Layer, whole) -> None:
+    """Also those that the library would not choose for this many tokens."""
+    names = recurrent_cuda.shapes()
+    assert len(names) > 2
+    for shape, name in enumerate(names):
+        state = pool()
+        out = layer.run(state, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS), shape=shape)
+        assert_bitwise(out, whole[0], name)
+        assert_bitwise(state[3], whole[1], name)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -230,19 +228,12 @@ def test_parameters_in_either_precision(layer: Layer) -> None:
     """float32 parameters that are bfloat16 numbers give the bits that bfloat16 ones give."""
     rounded = replace(layer, A_log=layer.A_log.bfloat16(), dt_bias=layer.dt_bias.bfloat16())
     widened = replace(
-        layer,
-        A_log=rounded.A_log.float(),
-        dt_bias=rounded.dt_bias.float(),
-        a=layer.a.float(),
-        b=layer.b.float(),
+        layer, **{name: getattr(rounded, name).float() for name in ("A_log", "dt_bias", "a", "b")}
     )
-    states = pool(), pool()
-    outputs = [
-        x.run(s, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS))
-        for x, s in zip((rounded, widened), states, strict=True)
-    ]
-    assert_bitwise(*outputs)
-    assert_bitwise(*states)
+    narrow, wide = pool(), pool()
+    out = rounded.run(narrow, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS))
+    assert_bitwise(widened.run(wide, ints(3), TOKENS, cu_seqlens=ints(0, TOKENS)), out)
+    assert_bitwise(wide, narrow)
 
 
 def test_a_captured_graph_replays_the_same_bits(layer: Layer, whole) -> None:
@@ -267,9 +258,8 @@ def in_float64(layer: Layer, initial: torch.Tensor) -> tuple[torch.Tensor, torch
     """The plain recurrence.  ``initial``: (G, V, K).  Returns (T, G, V) and (G, V, K)."""
     mixed = layer.mixed_qkv.double().cpu()
     key_heads = (mixed.shape[1] // DIM - layer.heads) // 2
-    q, k, v = (
-        x.unflatten(1, (-1, DIM)) for x in mixed.split([key_heads * DIM] * 2 + [layer.heads * DIM], dim=1)
-    )
+    widths = [key_heads * DIM, key_heads * DIM, layer.heads * DIM]
+    q, k, v = (x.unflatten(1, (-1, DIM)) for x in mixed.split(widths, dim=1))
     a, b, a_log, dt_bias = (x.double().cpu() for x in (layer.a, layer.b, layer.A_log, layer.dt_bias))
     g, beta = reference.gating(a, b, a_log, dt_bias)
     out, state = reference.recurrent_gated_delta_rule(
