@@ -209,21 +209,26 @@ def read_write_floor(layer: Layer, batch: int) -> list[float]:
     return timed(lambda i: layer.state[1 + i % sets * batch :][:batch].mul_(1.0), 16)
 
 
-def bounds(row: Row, floor_256: float) -> tuple[float, float]:
+def highest_clock() -> float:
+    """Hertz of the multiprocessors at most."""
+    query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 1e6
+
+
+def bounds(row: Row, floor_256: float, hertz: float) -> tuple[float, float]:
     """Microseconds that memory and fp32 issue need at least."""
     memory = floor_256 * row.bytes_moved / (2 * 256 * VALUE_HEADS * HEAD_BYTES)
-    properties = torch.cuda.get_device_properties(0)
-    hertz = properties.clock_rate * 1e3
-    return memory, row.operations / (properties.multi_processor_count * 128 * hertz) * 1e6
+    lanes = torch.cuda.get_device_properties(0).multi_processor_count * 128
+    return memory, row.operations / (lanes * hertz) * 1e6
 
 
 def render(rows: list[Row], keeping: list[float], floor: list[float]) -> list[str]:
     """The report."""
     show = report.median_and_spread
-    floor_256 = statistics.median(floor)
+    floor_256, hertz = statistics.median(floor), highest_clock()
     body = []
     for row in rows:
-        memory, issue = bounds(row, floor_256)
+        memory, issue = bounds(row, floor_256, hertz)
         bound = max(memory, issue)
         body.append([
             row.work, show(row.ours), show(row.stock), f"{row.ratio:.2f}", f"{row.reach:.2f}",
