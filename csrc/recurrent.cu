@@ -41,10 +41,11 @@ constexpr Shape kTable[kShapes] = {
 };
 constexpr int kFewTokens = 8;
 
-// The shape with the most work a block that still leaves no multiprocessor idle.
+// Where states are written for every token, bytes are all that costs, as in decode.  For a prefill, the shape
+// with the most work a block that still leaves no multiprocessor idle.
 int choose(const Arguments& g, int multiprocessors) {
-  if (g.longest <= 1 && !g.states_kept) return kDecode;
-  if (g.longest <= kFewTokens || g.states_kept) return kFew;
+  if (g.longest <= 1 || g.states_kept) return kDecode;
+  if (g.longest <= kFewTokens) return kFew;
   const int64_t heads = static_cast<int64_t>(g.sequences) * g.value_heads;
   if (heads * Narrow::PARTS <= multiprocessors) return kNarrow;
   if (heads * Middle::PARTS <= 2 * multiprocessors) return kMiddle;

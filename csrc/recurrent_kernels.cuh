@@ -281,8 +281,8 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 // Picked by times on an H200, which benchmarks/recurrent_table.py takes of every shape.  A shape moves no bit:
 // it says which rows of S share a warp and a block.
 
-using Decode = Direct<2, 16, false>;      // one token
-using Few = Direct<4, 11, true>;          // a few tokens, or every token's state kept
+using Decode = Direct<2, 16, false>;      // one token, or every token's state kept
+using Few = Direct<4, 11, true>;          // a few tokens
 using Narrow = Tiling<2, 4, 4, 1, 4>;     // 4 blocks a head, one a multiprocessor
 using Middle = Tiling<4, 4, 2, 2, 2>;     // 2 blocks a head, two a multiprocessor
 using Wide = Tiling<8, 4, 2, 2, 1>;       // one block a head, two a multiprocessor

@@ -174,7 +174,8 @@ def test_verification_keeps_every_state(layer: Layer, whole, width: int) -> None
     draw, accepted = random.Random(width), 1
     while done + width <= min(TOKENS, 64):
         rows = layer.rows(done, done + width)
-        out = rows.run(state, slots, width, cu_seqlens=ints(0, width), num_accepted=ints(accepted))
+        options = {"cu_seqlens": ints(0, width), "num_accepted": ints(accepted)}
+        out = rows.run(state, slots, width, **options, shape=draw.choice([-1, 0, 1]))
         accepted = draw.randint(1, width)
         for j in range(width):
             one = layer.rows(done + j, done + j + 1)
