@@ -47,6 +47,7 @@ class Row:
     reach: float
     bytes_moved: int
     operations: int
+    shapes: dict[str, float]
     alone: list[float] = field(default_factory=list)
 
     @property
@@ -74,7 +75,7 @@ class Layer:
         self.state = 0.1 * normal(SLOTS + 1, VALUE_HEADS, DIM, DIM)
         self.out = torch.empty(self.tokens, VALUE_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
 
-    def ours(self, tokens: int, slots: torch.Tensor, longest: int, **options: torch.Tensor) -> None:
+    def ours(self, tokens: int, slots: torch.Tensor, longest: int, **options) -> None:
         rows = [x[:tokens] for x in (self.mixed_qkv, self.a, self.b)]
         recurrent_cuda.recurrent_step(
             *rows, self.A_log, self.dt_bias, self.state, self.out[:tokens],
@@ -85,7 +86,7 @@ class Layer:
 Launch = Callable[[int], object]  # gets the number of the launch in its graph
 
 
-def timed(launch: Launch, launches: int) -> list[float]:
+def timed(launch: Launch, launches: int, replays: int = REPLAYS) -> list[float]:
     """Microseconds a launch, one figure a replay."""
     launch(0)
     torch.cuda.synchronize()
@@ -94,7 +95,7 @@ def timed(launch: Launch, launches: int) -> list[float]:
         for i in range(launches):
             launch(i)
     times = []
-    for _ in range(REPLAYS + 1):
+    for _ in range(replays + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -102,6 +103,14 @@ def timed(launch: Launch, launches: int) -> list[float]:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / launches)
     return times[1:]
+
+
+def each_shape(launch: Callable[[int, int], object], launches: int) -> dict[str, float]:
+    """Median microseconds of every launch shape; ``launch`` gets the number in its graph and the shape."""
+    return {
+        name: statistics.median(timed(lambda i, shape=shape: launch(i, shape), launches, replays=3))
+        for shape, name in enumerate(recurrent_cuda.shapes())
+    }
 
 
 def slot_sets(batch: int) -> list[torch.Tensor]:
@@ -122,13 +131,18 @@ def decode(layer: Layer, batch: int) -> Row:
         packed(*inputs, layer.A_log, layer.dt_bias, DIM**-0.5, layer.state, out, sets[i % len(sets)], True)
 
     launches = 64 if batch <= 8 else 16
+
+    def ours(i: int, shape: int = -1) -> None:
+        layer.ours(batch, sets[i % len(sets)], 1, shape=shape)
+
     return Row(
         f"decode, batch {batch}",
-        timed(lambda i: layer.ours(batch, sets[i % len(sets)], 1), launches),
+        timed(ours, launches),
         timed(stock, launches),
         DECODES[batch],
         2 * batch * VALUE_HEADS * HEAD_BYTES,
         4 * batch * VALUE_HEADS * DIM * DIM,
+        each_shape(ours, launches),
     )
 
 
@@ -162,13 +176,18 @@ def prefill(layer: Layer, sequences: int, length: int) -> Row:
     launches = 8 if tokens <= 1024 else 2
     stock, alone = chunk_of(layer, sequences, length)
     name = "verification" if length < 64 else "prefill"
+
+    def ours(i: int, shape: int = -1) -> None:
+        layer.ours(tokens, sets[i % len(sets)], length, cu_seqlens=cu_seqlens, shape=shape)
+
     return Row(
         f"{name}, {sequences} x {length}",
-        timed(lambda i: layer.ours(tokens, sets[i % len(sets)], length, cu_seqlens=cu_seqlens), launches),
+        timed(ours, launches),
         timed(stock, launches),
         PREFILLS[sequences, length],
         2 * sequences * VALUE_HEADS * HEAD_BYTES,
         4 * tokens * VALUE_HEADS * DIM * DIM,
+        each_shape(ours, launches),
         timed(alone, launches),
     )
 
@@ -190,21 +209,26 @@ def read_write_floor(layer: Layer, batch: int) -> list[float]:
     return timed(lambda i: layer.state[1 + i % sets * batch :][:batch].mul_(1.0), 16)
 
 
-def bounds(row: Row, floor_256: float) -> tuple[float, float]:
+def highest_clock() -> float:
+    """Hertz of the multiprocessors at most."""
+    query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 1e6
+
+
+def bounds(row: Row, floor_256: float, hertz: float) -> tuple[float, float]:
     """Microseconds that memory and fp32 issue need at least."""
     memory = floor_256 * row.bytes_moved / (2 * 256 * VALUE_HEADS * HEAD_BYTES)
-    properties = torch.cuda.get_device_properties(0)
-    hertz = properties.clock_rate * 1e3
-    return memory, row.operations / (properties.multi_processor_count * 128 * hertz) * 1e6
+    lanes = torch.cuda.get_device_properties(0).multi_processor_count * 128
+    return memory, row.operations / (lanes * hertz) * 1e6
 
 
 def render(rows: list[Row], keeping: list[float], floor: list[float]) -> list[str]:
     """The report."""
     show = report.median_and_spread
-    floor_256 = statistics.median(floor)
+    floor_256, hertz = statistics.median(floor), highest_clock()
     body = []
     for row in rows:
-        memory, issue = bounds(row, floor_256)
+        memory, issue = bounds(row, floor_256, hertz)
         bound = max(memory, issue)
         body.append([
             row.work, show(row.ours), show(row.stock), f"{row.ratio:.2f}", f"{row.reach:.2f}",
@@ -219,6 +243,8 @@ def render(rows: list[Row], keeping: list[float], floor: list[float]) -> list[st
         "work", "ours, us", "stock, us", "ratio", "reach", "reached", "chunk kernels alone, us",
         "ratio to those", "bound, us", "ours / bound",
     )  # fmt: skip
+    names = recurrent_cuda.shapes()
+    by_shape = [[row.work, *(f"{row.shapes[name]:.1f}" for name in names)] for row in rows]
     return [
         *report.heading("Recurrent arithmetic: kernel times"),
         "16 key and 32 value heads of 128, bf16 inputs, fp32 state. Median of replays (fastest to slowest).",
@@ -232,6 +258,10 @@ def render(rows: list[Row], keeping: list[float], floor: list[float]) -> list[st
         "",
         f"Verification, 64 x 4, with every token's state kept: {show(keeping)} us. It writes four states a",
         f"sequence where the row above writes one; moving those bytes takes {floor_256 / 4 * 2.5:.1f} us.",
+        "",
+        "Microseconds of every launch shape in the library, which all give the same bits:",
+        "",
+        *report.table(("work", *names), by_shape),
     ]
 
 
@@ -260,7 +290,7 @@ def main() -> None:
     floor = read_write_floor(layer, 256)
     rows = [decode(layer, batch) for batch in DECODES] + [prefill(layer, *shape) for shape in PREFILLS]
     keeping = verification_keeping_states(layer)
-    lines = [*render(rows, keeping, floor), "", f"Tests of the kernel, run just before: {tests}."]
+    lines = [*render(rows, keeping, floor), f"Tests of the kernel, run just before: {tests}."]
     raw = {"rows": [asdict(row) for row in rows], "keeping": keeping, "floor_256": floor}
     report.write(args.out, "recurrent-table", lines, json.loads(json.dumps(raw)))
 

@@ -41,21 +41,31 @@ class Arguments(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def library(path: Path = LIBRARY) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """The compiled kernels.
 
     Raises:
         RuntimeError: if the library was not built, with how to build it, or is of another release.
 
     """
-    if not path.exists():
+    if not LIBRARY.exists():
         raise RuntimeError(
-            f"vllm_invariant/{path.name} was not built: install vllm-invariant with CUDA's nvcc on PATH or "
-            "in CUDA_HOME, without build isolation and without VLLM_INVARIANT_BUILD=0"
+            f"vllm_invariant/{LIBRARY.name} was not built: install vllm-invariant with CUDA's nvcc on PATH "
+            "or in CUDA_HOME, without build isolation and without VLLM_INVARIANT_BUILD=0"
         )
+    return load(LIBRARY)
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A library with the C interface of ``csrc/recurrent.cu``.
+
+    Raises:
+        RuntimeError: if it passes its arguments in another layout.
+
+    """
     loaded = ctypes.CDLL(str(path))
     if loaded.recurrent_arguments_size() != ctypes.sizeof(Arguments):
-        raise RuntimeError(f"vllm_invariant/{path.name} is of another release: install vllm-invariant again")
+        raise RuntimeError(f"{path.name} is of another release: install vllm-invariant again")
     loaded.recurrent_shape.argtypes = [ctypes.c_int]
     loaded.recurrent_shape.restype = ctypes.c_char_p
     loaded.recurrent_launch.argtypes = [ctypes.POINTER(Arguments), *[ctypes.c_int] * 2, ctypes.c_void_p]
@@ -134,10 +144,14 @@ def recurrent_step(
     if sequences == 0 or len(mixed_qkv) == 0:
         return
     arguments.longest = 1 if cu_seqlens is None else max_query_len
-    stream = torch.cuda.current_stream(state.device).cuda_stream
-    error = library().recurrent_launch(ctypes.byref(arguments), shape, state.device.index, stream)
+    error = library().recurrent_launch(ctypes.byref(arguments), shape, *_device_and_stream(state))
     if error is not None:
         raise RuntimeError(f"the recurrent kernel did not start: {error.decode()}")
+
+
+def _device_and_stream(state: torch.Tensor) -> tuple[int, int]:
+    """Where to launch: ordinal of the GPU, and the caller's stream on it."""
+    return state.device.index, torch.cuda.current_stream(state.device).cuda_stream
 
 
 def _tokens_and_states(
