@@ -68,5 +68,6 @@ class BuildCuda(build_ext):
 reason = reason_not_to_build()
 if reason:
     print(f"vllm-invariant: CUDA kernels are not built: {reason}")
-kernels = [Extension("vllm_invariant._recurrent", SOURCES, depends=["csrc/recurrent.cuh"])]
+headers = sorted(map(str, Path("csrc").glob("*.cuh")))
+kernels = [Extension("vllm_invariant._recurrent", SOURCES, depends=headers)]
 setup(ext_modules=[] if reason else kernels, cmdclass={"build_ext": BuildCuda})

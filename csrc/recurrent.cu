@@ -1,316 +1,83 @@
 // In a vLLM branch: csrc/mamba/gdn/recurrent.cu.
 //
-// The gated delta rule, token by token, for prefill, decode and verification.  recurrent.cuh holds the
-// arithmetic and its order; this file only moves data.  Two kernels:
-//
-//   direct   a warp works alone: it reads a token's inputs from memory and makes the scalars itself.
-//            For sequences of a few tokens, where reading and writing the state is all that costs.
-//   tiled    one set of warps makes tiles of fp32 k, q, v and scalars in shared memory, the other walks
-//            the tokens.  For prefill, where arithmetic is all that costs.
+// The choice of a launch shape, the launch, and the C interface that recurrent_cuda.py loads.
 
-#include "recurrent.cuh"
+#include "recurrent_kernels.cuh"
 
 #include <cuda_runtime.h>
 
 namespace recurrent {
 
-// Element offsets of a token's row in mixed_qkv.
-struct Heads {
-  int head;        // value head
-  int64_t q, k, v;
-
-  __device__ __forceinline__ Heads(const Arguments& g, int value_head) : head(value_head) {
-    const int key_head = value_head / (g.value_heads / g.key_heads);
-    q = static_cast<int64_t>(key_head) * kDim;
-    k = static_cast<int64_t>(g.key_heads + key_head) * kDim;
-    v = static_cast<int64_t>(2 * g.key_heads + value_head) * kDim;
-  }
-};
-
-__device__ __forceinline__ float* head_state(const Arguments& g, int slot, int head) {
-  return g.state + slot * g.state_stride + static_cast<int64_t>(head) * (kDim * kDim);
+template <class S>
+dim3 grid_of(const Arguments& g) {
+  return dim3(g.value_heads * S::PARTS, g.sequences);
 }
 
-// The same in all lanes, and known to be: what depends on it does not diverge.
-__device__ __forceinline__ int warp_index() { return __shfl_sync(kWarp, threadIdx.x / 32, 0); }
-
-// ---- direct --------------------------------------------------------------------------------------
-
-// Grid: (parts of a head * value heads, sequences).
-template <class R, int WARPS, int MIN_BLOCKS, int HINT, bool PREFETCH>
-__global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) direct(const __grid_constant__ Arguments g) {
-  constexpr int kParts = kDim / (R::COLUMNS * WARPS);
-  static_assert(kParts >= 1);
-  const int lane = threadIdx.x % 32, warp = warp_index();
-  const Heads h(g, blockIdx.x / kParts);
-  const int row = (blockIdx.x % kParts * WARPS + warp) * R::COLUMNS + lane / R::LANES * R::COLS;
-  const int column = row + R::first(lane);
-  const bool writes_out = lane % R::COPIES == 0;
-  const Sequence seq = sequence_of(g, blockIdx.y);
-  using Own = Packed<R::OWN>;
-  Own* out = reinterpret_cast<Own*>(g.out + seq.row * g.out_stride + h.head * kDim + column);
-  const int64_t next_out = g.out_stride / R::OWN;
-
-  if (seq.padding) {
-    Own zeros = {};
-    for (int i = 0; i < seq.tokens; ++i, out += next_out)
-      if (writes_out) *out = zeros;
-    return;
-  }
-  if (seq.tokens <= 0) return;
-
-  float s[R::COLS][R::E];
-  if (seq.starts_from_state) R::template load<HINT>(s, head_state(g, seq.read, h.head), row, lane);
-  else R::zero(s);
-  const int* slots = g.slots + blockIdx.y * g.slots_stride;
-  const __nv_bfloat16* x = g.mixed_qkv + seq.row * g.qkv_stride;
-  RawVector<R::E> raw_k, raw_q;
-  Own raw_v;
-  const auto fetch = [&] {
-    raw_k.template load<R::LANES>(x + h.k, lane);
-    raw_q.template load<R::LANES>(x + h.q, lane);
-    raw_v = *reinterpret_cast<const Own*>(x + h.v + column);
-  };
-  fetch();
-  Gates gates;
-  for (int i = 0; i < seq.tokens; ++i, out += next_out) {
-    // A lane a token, as they cost as much for one token as for 32.
-    if (i % 32 == 0) gates = gates_of(g, seq.row + min(i + lane, seq.tokens - 1), h.head);
-    const Gates now = {__shfl_sync(kWarp, gates.decay, i % 32), __shfl_sync(kWarp, gates.beta, i % 32)};
-    float k[R::E], q[R::E], v[R::OWN], o[R::OWN];
-    raw_k.widen(k);
-    raw_q.widen(q);
-#pragma unroll
-    for (int c = 0; c < R::OWN; ++c) v[c] = raw_v[c];
-    if (PREFETCH && i + 1 < seq.tokens) x += g.qkv_stride, fetch();
-    R::step(s, k, q, finish(sums_of<R::LANES>(k, q), now), v, o);
-    if (!PREFETCH && i + 1 < seq.tokens) x += g.qkv_stride, fetch();
-    Own packed;
-#pragma unroll
-    for (int c = 0; c < R::OWN; ++c) packed.set(c, o[c]);
-    if (writes_out) *out = packed;
-    if (i < g.states_kept && slots[i] > 0) R::template store<HINT>(s, head_state(g, slots[i], h.head), row, lane);
-  }
-  if (!g.states_kept) R::template store<HINT>(s, head_state(g, seq.write, h.head), row, lane);
-}
-
-// ---- tiled ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
-}
-
-__device__ __forceinline__ bool barrier_passed(uint64_t* bar, int parity) {
-  int passed;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.s32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(passed)
-      : "r"(shared_address(bar)), "r"(parity)
-      : "memory");
-  return passed;
-}
-
-// Tokens in shared memory, a ring of STAGES tiles.
-template <int COLUMNS, int TOKENS, int STAGES>
-struct Ring {
-  float kq[STAGES][TOKENS][2 * kDim];
-  float v[STAGES][TOKENS][COLUMNS];
-  Scalars scalars[STAGES][TOKENS];
-  uint64_t full[STAGES], empty[STAGES];
-};
-
-// WARPS walk, MAKERS make.
-template <int LANES_, int COLS_, int WARPS_, int MAKERS_, int TOKENS_, int STAGES_, int MIN_BLOCKS_,
-          int UNROLL_ = 2, bool GATHER_ = true, int NAP_ = 200, int WALKER_REGS_ = 0, int MAKER_REGS_ = 0>
-struct Tiling {
-  static constexpr int LANES = LANES_, COLS = COLS_, WARPS = WARPS_, MAKERS = MAKERS_, TOKENS = TOKENS_;
-  static constexpr int STAGES = STAGES_, MIN_BLOCKS = MIN_BLOCKS_, UNROLL = UNROLL_;
-  static constexpr int NAP = NAP_, WALKER_REGS = WALKER_REGS_, MAKER_REGS = MAKER_REGS_;
-  using R = Rows<LANES, COLS, true, GATHER_>;
-  static constexpr int COLUMNS = R::COLUMNS * WARPS;
-  static constexpr int PARTS = kDim / COLUMNS;
-  static constexpr int THREADS = (WARPS + MAKERS) * 32;
-  static constexpr int SHARE = TOKENS / MAKERS;         // tokens of a tile a maker makes
-  static constexpr int ROUNDS = SHARE / R::GROUPS;      // it makes GROUPS at a time
-  static constexpr int AHEAD = ROUNDS < 4 ? ROUNDS : 4;  // rounds whose loads are in flight together
-  using Shared = Ring<COLUMNS, TOKENS, STAGES>;
-  static_assert(PARTS >= 1 && SHARE <= 32 && ROUNDS >= 1 && ROUNDS % AHEAD == 0);
-};
-
-// A maker's share of one tile: tokens first .. first + SHARE of the `count` that the tile has.
-template <class T>
-__device__ __forceinline__ void make_tile(const Arguments& g, const Heads& h, typename T::Shared& ring, int stage,
-                                          int64_t row, int count, int first, int part, int lane) {
-  using R = typename T::R;
-  constexpr int kVector = T::COLUMNS / T::LANES;
-  const int group = lane / T::LANES, l = lane % T::LANES;
-#pragma unroll 1
-  for (int round = 0; round < T::ROUNDS; round += T::AHEAD) {
-    RawVector<R::E> raw_k[T::AHEAD], raw_q[T::AHEAD];
-    Packed<kVector> raw_v[T::AHEAD];
-#pragma unroll
-    for (int i = 0; i < T::AHEAD; ++i) {
-      // A tile's unused tokens repeat its last one: they are never read.
-      const int token = min(first + (round + i) * R::GROUPS + group, count - 1);
-      const __nv_bfloat16* x = g.mixed_qkv + (row + token) * g.qkv_stride;
-      raw_k[i].template load<T::LANES>(x + h.k, lane);
-      raw_q[i].template load<T::LANES>(x + h.q, lane);
-      raw_v[i] = *reinterpret_cast<const Packed<kVector>*>(x + h.v + part * T::COLUMNS + l * kVector);
-    }
-#pragma unroll
-    for (int i = 0; i < T::AHEAD; ++i) {
-      const int token = first + (round + i) * R::GROUPS + group;
-      float k[R::E], q[R::E];
-      raw_k[i].widen(k);
-      raw_q[i].widen(q);
-      float4* to = reinterpret_cast<float4*>(ring.kq[stage][token]);
-#pragma unroll
-      for (int j = 0; j < R::E / 4; ++j) {
-        to[l + T::LANES * j] = make_float4(k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3]);
-        to[kDim / 4 + l + T::LANES * j] = make_float4(q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]);
-      }
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) ring.v[stage][token][l * kVector + j] = raw_v[i][j];
-      const Sums sums = sums_of<T::LANES>(k, q);
-      if (l == 0) {
-        ring.scalars[stage][token].decay = sums.kk;
-        ring.scalars[stage][token].read = sums.qq;
-        ring.scalars[stage][token].write = sums.kq;
-      }
-    }
-  }
-  __syncwarp();
-  // A lane a token: the transcendental functions cost as much for one token as for 32.
-  if (lane < T::SHARE && first + lane < count) {
-    Scalars* x = &ring.scalars[stage][first + lane];
-    *x = finish({x->decay, x->read, x->write}, gates_of(g, row + first + lane, h.head));
-  }
-  __syncwarp();
-}
-
-template <class T>
-__device__ __forceinline__ void make(const Arguments& g, const Heads& h, typename T::Shared& ring,
-                                     const Sequence& seq, int part, int maker, int lane) {
-  int stage = 0, parity = 1;
-  for (int start = 0; start < seq.tokens; start += T::TOKENS) {
-    // Sleep: a maker that polls takes issue slots from the walkers.
-    while (!barrier_passed(&ring.empty[stage], parity)) __nanosleep(T::NAP);
-    make_tile<T>(g, h, ring, stage, seq.row + start, min(T::TOKENS, seq.tokens - start), maker * T::SHARE, part, lane);
-    if (lane == 0) barrier_arrive(&ring.full[stage]);
-    if (++stage == T::STAGES) stage = 0, parity ^= 1;
-  }
-}
-
-template <int LANES, int E = kDim / LANES>
-__device__ __forceinline__ void load_shared(float (&x)[E], const float* vector, int lane) {
-#pragma unroll
-  for (int j = 0; j < E / 4; ++j) {
-    const float4 y = reinterpret_cast<const float4*>(vector)[lane % LANES + LANES * j];
-    x[4 * j] = y.x, x[4 * j + 1] = y.y, x[4 * j + 2] = y.z, x[4 * j + 3] = y.w;
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void walk(const Arguments& g, const Heads& h, typename T::Shared& ring,
-                                     const Sequence& seq, int part, int warp, int lane) {
-  using R = typename T::R;
-  const int in_block = warp * R::COLUMNS + lane / T::LANES * T::COLS;
-  const int row = part * T::COLUMNS + in_block;
-  const int column = in_block + R::first(lane);
-  const bool writes_out = lane % R::COPIES == 0;
-  float s[T::COLS][R::E];
-  if (seq.starts_from_state) R::template load<3>(s, head_state(g, seq.read, h.head), row, lane);
-  else R::zero(s);
-  __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + part * T::COLUMNS + column;
-  int stage = 0, parity = 0;
-  for (int start = 0; start < seq.tokens; start += T::TOKENS) {
-    const int count = min(T::TOKENS, seq.tokens - start);
-    while (!barrier_passed(&ring.full[stage], parity)) {
-    }
-#pragma unroll T::UNROLL
-    for (int i = 0; i < count; ++i, out += g.out_stride) {
-      float k[R::E], q[R::E];
-      load_shared<T::LANES>(k, ring.kq[stage][i], lane);
-      load_shared<T::LANES>(q, ring.kq[stage][i] + kDim, lane);
-      float v[R::READ], o[1];
-#pragma unroll
-      for (int c = 0; c < R::READ; ++c) v[c] = ring.v[stage][i][in_block + (c ^ R::first(lane))];
-      R::step(s, k, q, ring.scalars[stage][i], v, o);
-      if (writes_out) *out = __float2bfloat16_rn(o[0]);
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&ring.empty[stage]);
-    if (++stage == T::STAGES) stage = 0, parity ^= 1;
-  }
-  R::template store<3>(s, head_state(g, seq.write, h.head), row, lane);
-}
-
-// Grid: (parts of a head * value heads, sequences).
-template <class T>
-__global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_constant__ Arguments g) {
-  extern __shared__ __align__(16) unsigned char bytes[];
-  typename T::Shared& ring = *reinterpret_cast<typename T::Shared*>(bytes);
-  const int lane = threadIdx.x % 32, warp = warp_index();
-  const int part = blockIdx.x % T::PARTS;
-  const Heads h(g, blockIdx.x / T::PARTS);
-  const Sequence seq = sequence_of(g, blockIdx.y);
-  if (seq.padding) {
-    __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + part * T::COLUMNS;
-    for (int i = threadIdx.x; i < seq.tokens * T::COLUMNS; i += T::THREADS)
-      out[i / T::COLUMNS * g.out_stride + i % T::COLUMNS] = __float2bfloat16_rn(0.0f);
-    return;
-  }
-  if (seq.tokens <= 0) return;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < T::STAGES; ++i) {
-      barrier_init(&ring.full[i], T::MAKERS);
-      barrier_init(&ring.empty[i], T::WARPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  if (warp < T::WARPS) {
-    if constexpr (T::WALKER_REGS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::WALKER_REGS));
-    walk<T>(g, h, ring, seq, part, warp, lane);
-  } else {
-    if constexpr (T::MAKER_REGS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::MAKER_REGS));
-    make<T>(g, h, ring, seq, part, warp - T::WARPS, lane);
-  }
-}
-
-// ---- launch --------------------------------------------------------------------------------------
-
-using Launch = cudaError_t (*)(const Arguments&, cudaStream_t);
-
-template <class R, int WARPS, int MIN_BLOCKS, int HINT, bool PREFETCH>
+template <class D>
 cudaError_t launch_direct(const Arguments& g, cudaStream_t stream) {
-  const dim3 grid(g.value_heads * (kDim / (R::COLUMNS * WARPS)), g.sequences);
-  direct<R, WARPS, MIN_BLOCKS, HINT, PREFETCH><<<grid, WARPS * 32, 0, stream>>>(g);
+  direct<D><<<grid_of<D>(g), D::THREADS, 0, stream>>>(g);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_tiled(const Arguments& g, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(typename T::Shared);
-  const cudaError_t error = cudaFuncSetAttribute(tiled<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (g.states_kept) return cudaErrorNotSupported;
+  const cudaError_t error =
+      cudaFuncSetAttribute(tiled<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::SHARED);
   if (error != cudaSuccess) return error;
-  const dim3 grid(g.value_heads * T::PARTS, g.sequences);
-  tiled<T><<<grid, T::THREADS, kBytes, stream>>>(g);
+  tiled<T><<<grid_of<T>(g), T::THREADS, T::SHARED, stream>>>(g);
   return cudaGetLastError();
+}
+
+struct Shape {
+  const char* name;
+  cudaError_t (*launch)(const Arguments&, cudaStream_t);
+};
+
+enum { kDecode, kFew, kNarrow, kMiddle, kWide, kShapes };
+constexpr Shape kTable[kShapes] = {
+    {"decode", launch_direct<Decode>}, {"few", launch_direct<Few>},   {"narrow", launch_tiled<Narrow>},
+    {"middle", launch_tiled<Middle>},  {"wide", launch_tiled<Wide>},
+};
+constexpr int kFewTokens = 8;
+
+// Where states are written for every token, bytes are all that costs, as in decode.  For a prefill, the shape
+// with the most work a block that still leaves no multiprocessor idle.
+int choose(const Arguments& g, int multiprocessors) {
+  if (g.longest <= 1 || g.states_kept) return kDecode;
+  if (g.longest <= kFewTokens) return kFew;
+  const int64_t heads = static_cast<int64_t>(g.sequences) * g.value_heads;
+  if (heads * Narrow::PARTS <= multiprocessors) return kNarrow;
+  if (heads * Middle::PARTS <= 2 * multiprocessors) return kMiddle;
+  return kWide;
+}
+
+cudaError_t run(const Arguments& g, int shape, int device, cudaStream_t stream) {
+  int current = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = kTable[shape < 0 ? choose(g, multiprocessors) : shape].launch(g, stream);
+  if (current != device) cudaSetDevice(current);
+  return error;
 }
 
 }  // namespace recurrent
 
-#include "sweep.inc"
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int recurrent_arguments_size() { return sizeof(recurrent::Arguments); }
+
+// The name of a launch shape, null past the last one.
+EXPORT const char* recurrent_shape(int shape) {
+  return shape >= 0 && shape < recurrent::kShapes ? recurrent::kTable[shape].name : nullptr;
+}
+
+// Null, or what went wrong.  A negative shape is chosen here.
+EXPORT const char* recurrent_launch(const recurrent::Arguments* g, int shape, int device, void* stream) {
+  if (shape >= recurrent::kShapes) return "there is no such launch shape";
+  const cudaError_t error = recurrent::run(*g, shape, device, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -15,11 +15,11 @@
 // behind the arithmetic of the other.
 //
 // THE ORDER.  All kernels keep it, whatever their tile, so a token's bits are those of its inputs and of the
-// state before it.  LANES neighbouring lanes share a row of S; lane l holds the K / LANES elements
-// 4 (l + LANES j) + i for j = 0, 1, ... and i = 0..3, in this order.
+// state before it.  8 neighbouring lanes share a row of S; lane l holds its 16 elements 4 (l + 8 j) + i for
+// j = 0..3 and i = 0..3, in this order.
 //   1. Products over K (S k, S q, k.k, q.q, k.q): each lane sums its elements from the first to the last,
 //      one fused multiply-add each, starting from a rounded product; then lane l adds lane l ^ d for
-//      d = LANES / 2, ..., 2, 1.  Addition commutes, so both lanes of a pair get the same bits.
+//      d = 4, 2, 1.  Addition commutes, so both lanes of a pair get the same bits.
 //   2. Scalars: see `finish`.
 //   3. A state element becomes fma(w, k, alpha * s), the inner product rounded first.
 // Every operation is an intrinsic, or a libdevice function compiled without contraction (-fmad=false), so
@@ -34,6 +34,7 @@
 namespace recurrent {
 
 constexpr int kDim = 128;  // K and V
+constexpr int kLanes = 8;  // lanes that share a row of S: part of the order
 constexpr float kEps = 1e-6f;
 constexpr float kScale = 0.08838834764831845f;  // 1 / sqrt(K)
 constexpr float kSoftplusThreshold = 20.0f;     // above it softplus(x) is x
@@ -113,8 +114,8 @@ __device__ __forceinline__ float dot(const float (&x)[E], const float (&y)[E]) {
   return sum;
 }
 
-// The same for several rows with one vector.  Element by element over the rows: neighbouring instructions
-// share y[e], which saves the register file a read, and are independent.
+// The same for several rows with one vector, element by element: neighbouring instructions share y[e] and do
+// not wait for each other.
 template <int ROWS, int E>
 __device__ __forceinline__ void dots(const float (&x)[ROWS][E], const float (&y)[E], float (&sums)[ROWS]) {
 #pragma unroll
@@ -124,20 +125,19 @@ __device__ __forceinline__ void dots(const float (&x)[ROWS][E], const float (&y)
       sums[c] = e == 0 ? __fmul_rn(x[c][0], y[0]) : __fmaf_rn(x[c][e], y[e], sums[c]);
 }
 
-// Sum over LANES lanes; every lane gets it.
-template <int LANES>
+// Sum over the lanes of a row; every lane gets it.
 __device__ __forceinline__ float sum_lanes(float x) {
 #pragma unroll
-  for (int d = LANES / 2; d >= 1; d /= 2) x = __fadd_rn(x, __shfl_xor_sync(kWarp, x, d));
+  for (int d = kLanes / 2; d >= 1; d /= 2) x = __fadd_rn(x, __shfl_xor_sync(kWarp, x, d));
   return x;
 }
 
-template <int LANES, int E>
+template <int E>
 __device__ __forceinline__ Sums sums_of(const float (&k)[E], const float (&q)[E]) {
-  return {sum_lanes<LANES>(dot(k, k)), sum_lanes<LANES>(dot(q, q)), sum_lanes<LANES>(dot(k, q))};
+  return {sum_lanes(dot(k, k)), sum_lanes(dot(q, q)), sum_lanes(dot(k, q))};
 }
 
-// The COLS rows of S that LANES lanes share.
+// The COLS rows of S that 8 lanes share.
 //
 // In order, slot c of every lane is row c, and after a sum over lanes each lane has the sums of all rows: for
 // states that come from memory, as full lines.
@@ -145,46 +145,39 @@ __device__ __forceinline__ Sums sums_of(const float (&k)[E], const float (&q)[E]
 // Permuted, slot c of lane l is row c ^ first(l).  The sum over lanes then halves the number of rows at each
 // of its first steps without a select: partners keep different rows, and the same pairs are added as in
 // `sum_lanes`.  In the end lane l has the sum of row first(l), and COPIES lanes have the same one.
-template <int LANES_, int COLS_, bool PERMUTED_, bool GATHER_ = true>
+template <int COLS_, bool PERMUTED_>
 struct Rows {
-  static constexpr int LANES = LANES_, COLS = COLS_;
-  static constexpr bool PERMUTED = PERMUTED_, GATHER = GATHER_ && PERMUTED;
+  static constexpr int LANES = kLanes, COLS = COLS_;
+  static constexpr bool PERMUTED = PERMUTED_;
   static_assert(COLS <= LANES && LANES <= 32 && (LANES & (LANES - 1)) == 0 && (COLS & (COLS - 1)) == 0);
   static constexpr int E = kDim / LANES;
   static constexpr int GROUPS = 32 / LANES;                  // groups of lanes in a warp
   static constexpr int COLUMNS = GROUPS * COLS;              // rows of S a warp holds: value columns
   static constexpr int OWN = PERMUTED ? 1 : COLS;            // rows whose sums a lane has
-  static constexpr int READ = GATHER ? 1 : COLS;             // rows of which a lane makes what is written
   static constexpr int COPIES = LANES / (COLS / OWN);        // lanes that have the same sums
 
   // The first row whose sum the lane has.
   static __device__ __forceinline__ int first(int lane) { return PERMUTED ? (lane % LANES) / COPIES : 0; }
 
-  // Sums over the lanes, of the lane's own N slots.
-  template <int N>
-  static __device__ __forceinline__ void reduce(float (&x)[COLS], float (&sums)[N]) {
-    int rows = COLS;  // slots whose sums are still needed
-    int apart = PERMUTED ? COLS : 1;
+  // Sums over the lanes of the OWN rows.
+  static __device__ __forceinline__ void reduce(float (&x)[COLS], float (&sums)[OWN]) {
+    int rows = COLS;
 #pragma unroll
     for (int d = LANES / 2; d >= 1; d /= 2) {
-      apart /= 2;  // partners' slots c and c ^ apart are the same row
-      if (rows > N) rows /= 2;
-      float from[COLS];
+      const bool halve = PERMUTED && rows > 1;
+      if (halve) rows /= 2;
 #pragma unroll
       for (int c = 0; c < COLS; ++c)
-        if (c < rows) from[c] = __shfl_xor_sync(kWarp, x[c ^ apart], d);
-#pragma unroll
-      for (int c = 0; c < COLS; ++c)
-        if (c < rows) x[c] = __fadd_rn(x[c], from[c]);
+        if (c < rows) x[c] = __fadd_rn(x[c], __shfl_xor_sync(kWarp, x[halve ? c + rows : c], d));
     }
 #pragma unroll
-    for (int c = 0; c < N; ++c) sums[c] = x[c];
+    for (int c = 0; c < OWN; ++c) sums[c] = x[c];
   }
 
-  // One token: v is of the lane's first READ slots, out of its first OWN.
+  // One token: v and out are of the lane's first OWN slots.
   static __device__ __forceinline__ void step(float (&s)[COLS][E], const float (&k)[E], const float (&q)[E],
-                                              const Scalars& x, const float (&v)[READ], float (&out)[OWN]) {
-    float part[COLS], sk[READ], sq[OWN], t[READ], w[READ];
+                                              const Scalars& x, const float (&v)[OWN], float (&out)[OWN]) {
+    float part[COLS], sk[OWN], sq[OWN], t[OWN], w[OWN];
     dots(s, k, part);
     reduce(part, sk);
     dots(s, q, part);
@@ -194,15 +187,14 @@ struct Rows {
 #pragma unroll
       for (int e = 0; e < E; ++e) s[c][e] = __fmul_rn(x.decay, s[c][e]);
 #pragma unroll
-    for (int c = 0; c < READ; ++c) {
+    for (int c = 0; c < OWN; ++c) {
       t[c] = __fmaf_rn(x.read, sk[c], v[c]);
       w[c] = __fmul_rn(x.write, t[c]);
+      out[c] = __fmaf_rn(x.out_write, t[c], __fmul_rn(x.out_state, sq[c]));
     }
 #pragma unroll
-    for (int c = 0; c < OWN; ++c) out[c] = __fmaf_rn(x.out_write, t[c], __fmul_rn(x.out_state, sq[c]));
-#pragma unroll
     for (int c = 0; c < COLS; ++c) {
-      const float row_w = c < READ ? w[c % READ] : __shfl_xor_sync(kWarp, w[0], c * COPIES);
+      const float row_w = c < OWN ? w[c % OWN] : __shfl_xor_sync(kWarp, w[0], c * COPIES);
 #pragma unroll
       for (int e = 0; e < E; ++e) s[c][e] = __fmaf_rn(row_w, k[e], s[c][e]);
     }
@@ -213,28 +205,22 @@ struct Rows {
     const int slot_row = PERMUTED ? c ^ first(lane) : c;
     return (row + slot_row) * kDim + 4 * (lane % LANES) + 4 * LANES * j;
   }
-  template <int HINT = 3>
   static __device__ __forceinline__ void load(float (&s)[COLS][E], const float* head, int row, int lane) {
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int j = 0; j < E / 4; ++j) {
-        const float4* from = reinterpret_cast<const float4*>(head + offset(row, c, j, lane));
-        const float4 x = HINT & 1 ? __ldcs(from) : HINT & 4 ? __ldcg(from) : *from;
+        const float4 x = __ldcs(reinterpret_cast<const float4*>(head + offset(row, c, j, lane)));
         s[c][4 * j] = x.x, s[c][4 * j + 1] = x.y, s[c][4 * j + 2] = x.z, s[c][4 * j + 3] = x.w;
       }
   }
-  template <int HINT = 3>
   static __device__ __forceinline__ void store(const float (&s)[COLS][E], float* head, int row, int lane) {
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
-      for (int j = 0; j < E / 4; ++j) {
-        float4* to = reinterpret_cast<float4*>(head + offset(row, c, j, lane));
-        const float4 x = make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]);
-        if (HINT & 2) __stcs(to, x);
-        else *to = x;
-      }
+      for (int j = 0; j < E / 4; ++j)
+        __stcs(reinterpret_cast<float4*>(head + offset(row, c, j, lane)),
+               make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]));
   }
   static __device__ __forceinline__ void zero(float (&s)[COLS][E]) {
 #pragma unroll
@@ -255,15 +241,14 @@ struct alignas(N * 2 < 16 ? N * 2 : 16) Packed {
 };
 
 // A lane's elements of k or q, raw.
-template <int E>
 struct RawVector {
+  static constexpr int E = kDim / kLanes;
   Packed<4> part[E / 4];
 
-  template <int LANES>
   __device__ __forceinline__ void load(const __nv_bfloat16* vector, int lane) {
 #pragma unroll
     for (int j = 0; j < E / 4; ++j)
-      part[j] = *reinterpret_cast<const Packed<4>*>(vector + 4 * (lane % LANES + LANES * j));
+      part[j] = *reinterpret_cast<const Packed<4>*>(vector + 4 * (lane % kLanes + kLanes * j));
   }
   __device__ __forceinline__ void widen(float (&x)[E]) const {
 #pragma unroll
@@ -285,11 +270,11 @@ __device__ __forceinline__ Sequence sequence_of(const Arguments& g, int n) {
   s.row = g.cu_seqlens ? g.cu_seqlens[n] : n;
   s.tokens = g.cu_seqlens ? g.cu_seqlens[n + 1] - static_cast<int>(s.row) : 1;
   const int* slots = g.slots + n * g.slots_stride;
-  const int last_accepted = g.num_accepted ? g.num_accepted[n] - 1 : 0;
+  const int last_accepted = g.num_accepted ? max(g.num_accepted[n] - 1, 0) : 0;
   s.write = slots[0];
   s.read = g.initial_slots ? g.initial_slots[n] : slots[last_accepted];
-  s.padding = s.read <= 0 || s.write <= 0;
   s.starts_from_state = !g.has_initial_state || g.has_initial_state[n];
+  s.padding = s.write <= 0 || (s.starts_from_state && s.read <= 0);
   return s;
 }
 

@@ -19,7 +19,7 @@ LENGTHS = (37, 64, 1, 300)
 NEW = 24
 
 
-@pytest.fixture(params=device.ATTENTION_BACKENDS)
+@pytest.fixture(scope="module", params=device.ATTENTION_BACKENDS)
 def options(request: pytest.FixtureRequest) -> dict[str, object]:
     """An engine of the recurrent arithmetic, on each attention backend of the device."""
     return {**RECURRENT, "attention_backend": request.param}
@@ -58,27 +58,6 @@ def test_scored_in_any_cuts(engines: Engines, options: dict[str, object]) -> Non
             assert_same([answer], [result], f"prompt of {len(ask.prompt)}, {tokens} a step")
 
 
-def test_decoded_blocks_are_hit_by_the_next_turn(engines: Engines, options: dict[str, object]) -> None:
-    """A conversation: turn 2 goes on from a state that decode left, and is scored from there as well."""
-    b = engines.get(**options).block
-    first = asks([prompt(b - 10, seed=96)], max_tokens=30)
-    cold = engines.get(**options)
-    answer = cold.alone(first)[0]
-    second = asks([list(first[0].prompt + answer.tokens) + prompt(30, seed=97)])
-    expected = cold.alone(second)
-    all_scores = score(cold, second[0].prompt + expected[0].tokens)
-
-    engine = engines.get(**options, prefix_cache_retention_interval=b)
-    assert_same([answer], engine.run(first).results, "turn 1")
-    run = engine.run(second)
-    assert run.results[0].cached == b > len(first[0].prompt), "no block that decode filled was hit"
-    assert_same(expected, run.results, "turn 2")
-    seen = score(engine, second[0].prompt + expected[0].tokens, read_cache=True)
-    assert seen.hit >= b
-    assert_same([all_scores.part(seen.hit + 1)], [seen.part(seen.hit + 1)], "scored after a hit")
-    assert_same(expected, [seen.part(len(second[0].prompt))], "generated, then scored after a hit")
-
-
 @pytest.mark.parametrize("caching", [False, True], ids=["no-cache", "cache"])
 def test_preemption_needs_no_replay(engines: Engines, options: dict[str, object], caching: bool) -> None:
     """Generated tokens come back in one prefill, twice, and the request goes on with the bits it had."""
@@ -106,7 +85,7 @@ def test_preemption_needs_no_replay(engines: Engines, options: dict[str, object]
 
 def test_cuts_hits_and_company(engines: Engines, options: dict[str, object]) -> None:
     """Axes cut, hit, batch and company in one engine: nothing lies on a 64-token grid."""
-    engine = engines.get(**options, max_num_seqs=8)
+    engine = engines.get(**options)
     b = engine.block
     assert engine.unit < 64
     base = prompt(b + 150, seed=98)
@@ -128,22 +107,43 @@ def test_cuts_hits_and_company(engines: Engines, options: dict[str, object]) -> 
         assert_same([want], engine.run([ask]).results, f"on a hit of {hit}")
 
 
+@pytest.mark.parametrize("rule", list(device.FORM_RULES))
+def test_a_rule_turned_off_is_seen(engines: Engines, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines.get(**RECURRENT, attention_backend=device.ATTENTION_BACKENDS[0])
+    expected = engine.alone(requests())
+
+    def scores() -> list[Result]:
+        return [scored(engine, ask, answer)[0] for ask, answer in zip(requests(), expected, strict=True)]
+
+    assert_same(expected, scores())
+    device.FORM_RULES[rule](monkeypatch)
+    assert differing(expected, scores())
+
+
+def test_decoded_blocks_are_hit_by_the_next_turn(engines: Engines, options: dict[str, object]) -> None:
+    """A conversation: turn 2 goes on from a state that decode left, and is scored from there as well."""
+    b = engines.get(**options).block
+    first = asks([prompt(b - 10, seed=96)], max_tokens=30)
+    cold = engines.get(**options)
+    answer = cold.alone(first)[0]
+    second = asks([list(first[0].prompt + answer.tokens) + prompt(30, seed=97)])
+    expected = cold.alone(second)
+    all_scores = score(cold, second[0].prompt + expected[0].tokens)
+
+    engine = engines.get(**options, prefix_cache_retention_interval=b)
+    assert_same([answer], engine.run(first).results, "turn 1")
+    run = engine.run(second)
+    assert run.results[0].cached == b > len(first[0].prompt), "no block that decode filled was hit"
+    assert_same(expected, run.results, "turn 2")
+    seen = score(engine, second[0].prompt + expected[0].tokens, read_cache=True)
+    assert seen.hit >= b
+    assert_same([all_scores.part(seen.hit + 1)], [seen.part(seen.hit + 1)], "scored after a hit")
+    assert_same(expected, [seen.part(len(second[0].prompt))], "generated, then scored after a hit")
+
+
 def test_the_chunk_arithmetic_is_seen(engines: Engines) -> None:
     """Scored and generated tokens differ there: the comparison of this file can fail."""
     engine = engines.get()
     expected = engine.alone(requests())
     results = [scored(engine, ask, answer)[0] for ask, answer in zip(requests(), expected, strict=True)]
     assert differing(expected, results)
-
-
-@pytest.mark.parametrize("rule", list(device.FORM_RULES))
-def test_a_rule_turned_off_is_seen(engines: Engines, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engines.get(**RECURRENT, attention_backend=device.ATTENTION_BACKENDS[0])
-    expected = engine.alone(requests()[:2])
-
-    def scores() -> list[Result]:
-        return [scored(engine, ask, answer)[0] for ask, answer in zip(requests(), expected, strict=False)]
-
-    assert_same(expected, scores())
-    device.FORM_RULES[rule](monkeypatch)
-    assert differing(expected, scores())

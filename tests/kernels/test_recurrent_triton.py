@@ -206,7 +206,7 @@ def test_another_order_is_seen() -> None:
     q, k, v = (x.reshape(LONG, -1, D) for x in other.x.split([H * D, H * D, G * D], dim=1))
     fixed = (other.a, other.b, other.a_log, other.dt_bias, other.states.transpose(2, 3))
     recurrent_torch.recurrent_gated_delta_rule(q, k, v, *fixed, [0, LONG], [1], [True])
-    assert_close(case.states[1], other.states[1])
+    assert_close(case.states[1], other.states[1], torch.bfloat16)
     assert differing(case.states[1], other.states[1]) > 0
 
 

@@ -2,7 +2,8 @@
 
 It does with block tables what vLLM's worker does (copies of hit blocks, the move of a running state
 to its next block, writes of keys, values and states), but what it writes is a name: the chain of all
-tokens up to a position and of the path, prefill or decode, that computed each.  Every read is compared
+tokens up to a position and of the path, prefill or decode, that computed each; where the arithmetic makes
+no difference between the paths, of the tokens alone.  Every read is compared
 with the name the reader expects, so a stale, foreign, skipped or differently computed block is found at
 its first use, and a block nobody wrote even more so.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-GRID = 64
+from vllm_invariant.arithmetic import Arithmetic
 
 
 def chain(tokens: list[int], prompt_len: int, known: list[int]) -> np.ndarray:
@@ -59,7 +60,10 @@ class Row:
 class Ledger:
     """Pages, rows and the checks."""
 
-    def __init__(self, groups: list[tuple[str, int]], requests: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: list[tuple[str, int]], requests: dict[str, Any], arithmetic: Arithmetic
+    ) -> None:
+        self.arithmetic = arithmetic
         self.groups = groups  # kind, "state" or "attention", and tokens in a block
         self.requests = requests
         self.pages: dict[int, Page] = {}
@@ -99,11 +103,13 @@ class Ledger:
 
     def _compute(self, name: str, start: int, end: int) -> None:
         request, row = self.requests[name], self.rows[name]
-        prompt_len = request.num_prompt_tokens
-        if start < prompt_len:
+        prompt_len, grid = request.num_prompt_tokens, self.arithmetic.grid
+        one_path = self.arithmetic.decode_equals_prefill
+        if start < prompt_len or (one_path and end > start + 1):
             self.prefills += 1
-            assert start % GRID == 0, f"{name}: prefill starts at {start}"
-            assert end == prompt_len or (end < prompt_len and end % GRID == 0), f"{name}: cut at {end}"
+            assert start % grid == 0, f"{name}: prefill starts at {start}"
+            whole = request.num_tokens if one_path else prompt_len
+            assert end == prompt_len or (end <= whole and end % grid == 0), f"{name}: cut at {end}"
         else:
             self.decodes += 1
             assert end == start + 1, f"{name}: {end - start} tokens in one decode"
@@ -112,7 +118,7 @@ class Ledger:
         # A token still to come back from the device has no name yet; it needs none to be computed.
         tokens = list(request.all_token_ids)[:end]
         tokens += [-1 - p for p in range(len(tokens), end)]
-        row.names = chain(tokens, prompt_len, row.names[:start].tolist())
+        row.names = chain(tokens, end if one_path else prompt_len, row.names[:start].tolist())
         for (kind, block), table in zip(self.groups, row.tables, strict=True):
             work = self._attention if kind == "attention" else self._state
             work(name, row, table, block, start, end)

@@ -60,7 +60,8 @@ def machine(build: Callable[..., Driver]) -> type[RuleBasedStateMachine]:
             self.driver = build(block=BLOCK, **options)
             groups = self.driver.scheduler.kv_cache_config.kv_cache_groups
             blocks = [group.kv_cache_spec.block_size for group in groups]
-            self.ledger = Ledger(list(zip(KINDS, blocks, strict=True)), self.driver.requests)
+            kinds = list(zip(KINDS, blocks, strict=True))
+            self.ledger = Ledger(kinds, self.driver.requests, self.driver.scheduler.arithmetic)
             self.count = 0
 
         def _add(self, tokens: list[int], max_tokens: int, priority: int) -> None:
@@ -156,6 +157,41 @@ def test_history_leaves_no_trace(drive):
     assert Total.preemptions > 300
     assert Total.decodes > 30_000
     assert Total.prefills > 10_000
+
+
+class OneRecurrence:
+    """Builds schedulers of the recurrent arithmetic, whose hits land off the 64-token grid."""
+
+    def __init__(self, drive: Callable[..., Driver]) -> None:
+        self.drive = drive
+        self.built: list[Driver] = []
+
+    def __call__(self, *, unit: int, **options: Any) -> Driver:
+        self.built.append(self.drive(arithmetic="recurrent", unit=unit // 4, **options))
+        return self.built[-1]
+
+
+def test_history_leaves_no_trace_with_one_recurrence(drive):
+    """Cuts and hits anywhere, generated tokens rebuilt by prefill, decoded blocks hit by others."""
+    build = OneRecurrence(drive)
+    search(build, examples=60)
+    hits = [hit for driver in build.built for step in driver.steps for hit in step.hits.values()]
+    assert sum(hit % 64 > 0 for hit in hits) > 20
+    rebuilt = decoded = 0
+    for driver in build.built:
+        for name, request in driver.requests.items():
+            prompt_end = request.num_prompt_tokens
+            rebuilt += any(end - max(start, prompt_end) > 1 for start, end in driver.chunks(name))
+            decoded += any(hit > prompt_end for hit in driver.hits(name))
+    assert rebuilt > 20
+    assert decoded > 5, "no resumed request took what it had generated from the cache"
+
+
+def test_chunk_ends_at_blocks_matter_with_one_recurrence(drive, monkeypatch):
+    """The grid is one token, but a state block still holds the state at its own end only."""
+    monkeypatch.setattr(*RULES["cut"])
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        search(OneRecurrence(drive), examples=2000, shrink=False)
 
 
 RULES = {

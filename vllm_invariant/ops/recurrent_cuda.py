@@ -45,16 +45,30 @@ def library() -> ctypes.CDLL:
     """The compiled kernels.
 
     Raises:
-        RuntimeError: if the library was not built, with how to build it.
+        RuntimeError: if the library was not built, with how to build it, or is of another release.
 
     """
     if not LIBRARY.exists():
         raise RuntimeError(
-            f"vllm_invariant/{LIBRARY.name} was not built: install this package with CUDA's nvcc 12.4 or newer "
-            "on PATH or in CUDA_HOME, and without VLLM_INVARIANT_BUILD=0"
+            f"vllm_invariant/{LIBRARY.name} was not built: install vllm-invariant with CUDA's nvcc on PATH "
+            "or in CUDA_HOME, without build isolation and without VLLM_INVARIANT_BUILD=0"
         )
-    loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.recurrent_launch.argtypes = [ctypes.POINTER(Arguments), ctypes.c_int, ctypes.c_void_p]
+    return load(LIBRARY)
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A library with the C interface of ``csrc/recurrent.cu``.
+
+    Raises:
+        RuntimeError: if it passes its arguments in another layout.
+
+    """
+    loaded = ctypes.CDLL(str(path))
+    if loaded.recurrent_arguments_size() != ctypes.sizeof(Arguments):
+        raise RuntimeError(f"{path.name} is of another release: install vllm-invariant again")
+    loaded.recurrent_shape.argtypes = [ctypes.c_int]
+    loaded.recurrent_shape.restype = ctypes.c_char_p
+    loaded.recurrent_launch.argtypes = [ctypes.POINTER(Arguments), *[ctypes.c_int] * 2, ctypes.c_void_p]
     loaded.recurrent_launch.restype = ctypes.c_char_p
     return loaded
 
@@ -62,6 +76,15 @@ def library() -> ctypes.CDLL:
 def is_available() -> bool:
     """The library is built and the current GPU is one it has machine code for."""
     return LIBRARY.exists() and torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+
+
+def shapes() -> list[str]:
+    """Names of the launch shapes in the library."""
+    names = iter(lambda: library().recurrent_shape(len(found)), None)
+    found: list[str] = []
+    for name in names:
+        found.append(name.decode())
+    return found
 
 
 def recurrent_step(
@@ -79,6 +102,7 @@ def recurrent_step(
     has_initial_state: torch.Tensor | None = None,
     initial_slots: torch.Tensor | None = None,
     num_accepted: torch.Tensor | None = None,
+    shape: int = -1,
 ) -> None:
     """The recurrence over N sequences, in place on ``state`` and ``out``.  One kernel launch, no allocation.
 
@@ -103,27 +127,34 @@ def recurrent_step(
         num_accepted: (N,) int32, only with (N, W) slots: sequence ``n`` reads its state from
             ``slots[n, num_accepted[n] - 1]``.
 
+        shape: index of a launch shape (`shapes`), for tests and benchmarks; negative lets the library choose.
+            It moves no bit.
+
     Raises:
         ValueError: for a shape, dtype, stride or device the kernel does not take.
         RuntimeError: if the library was not built, or the launch failed.
 
     """
-    arguments = _layout(mixed_qkv, a, b, A_log, dt_bias, state, out)
-    sequences = _indices(
-        arguments, slots, cu_seqlens, has_initial_state, initial_slots, num_accepted, state.device
+    arguments = _tokens_and_states(mixed_qkv, a, b, A_log, dt_bias, state, out)
+    sequences = _sequences(
+        arguments, state.device, slots, cu_seqlens, has_initial_state, initial_slots, num_accepted
     )
-    if cu_seqlens is None and sequences != mixed_qkv.shape[0]:
-        raise ValueError(f"without cu_seqlens {mixed_qkv.shape[0]} rows need as many slots, not {sequences}")
-    if sequences == 0:
+    if cu_seqlens is None and sequences != len(mixed_qkv):
+        raise ValueError(f"without cu_seqlens {len(mixed_qkv)} rows need as many slots, not {sequences}")
+    if sequences == 0 or len(mixed_qkv) == 0:
         return
     arguments.longest = 1 if cu_seqlens is None else max_query_len
-    stream = torch.cuda.current_stream(state.device).cuda_stream
-    error = library().recurrent_launch(ctypes.byref(arguments), state.device.index, stream)
+    error = library().recurrent_launch(ctypes.byref(arguments), shape, *_device_and_stream(state))
     if error is not None:
         raise RuntimeError(f"the recurrent kernel did not start: {error.decode()}")
 
 
-def _layout(
+def _device_and_stream(state: torch.Tensor) -> tuple[int, int]:
+    """Where to launch: ordinal of the GPU, and the caller's stream on it."""
+    return state.device.index, torch.cuda.current_stream(state.device).cuda_stream
+
+
+def _tokens_and_states(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -133,18 +164,10 @@ def _layout(
     out: torch.Tensor,
 ) -> Arguments:
     """Check the tensors of tokens and states, and describe them."""
-    tokens, channels = mixed_qkv.shape
-    heads = state.shape[1]
-    dim = HEAD_DIM
-    key_heads = (channels - heads * dim) // (2 * dim)
-    if (
-        state.shape[2:] != (dim, dim)
-        or channels != (2 * key_heads + heads) * dim
-        or heads % max(key_heads, 1)
-    ):
-        raise ValueError(
-            f"mixed_qkv {tuple(mixed_qkv.shape)} and state {tuple(state.shape)} do not fit heads of {dim}"
-        )
+    (tokens, channels), heads, dim = mixed_qkv.shape, state.shape[1], HEAD_DIM
+    key_heads = (channels // dim - heads) // 2
+    if channels != (2 * key_heads + heads) * dim or key_heads < 1 or heads % key_heads:
+        raise ValueError(f"{channels} channels and {heads} value heads do not fit heads of {dim}")
     floats = (torch.float32, torch.bfloat16)
     for name, x, shape, dtypes in (
         ("mixed_qkv", mixed_qkv, (tokens, channels), (torch.bfloat16,)),
@@ -152,17 +175,11 @@ def _layout(
         ("b", b, (tokens, heads), (a.dtype,)),
         ("A_log", A_log, (heads,), floats),
         ("dt_bias", dt_bias, (heads,), floats),
-        ("state", state, (*state.shape[:2], dim, dim), (torch.float32,)),
+        ("state", state, (len(state), heads, dim, dim), (torch.float32,)),
         ("out", out, (tokens, heads, dim), (torch.bfloat16,)),
     ):
-        if x.shape != shape or x.dtype not in dtypes or x.device != state.device:
-            raise ValueError(
-                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtypes[0]} on {state.device}"
-            )
-        inner = x.stride()[1:] if x.dim() > 1 else x.stride()
-        if inner != torch.empty(x.shape[1:] if x.dim() > 1 else x.shape, device="meta").stride():
-            raise ValueError(f"{name} may be strided in its first axis only, not {x.stride()}")
-    for name, x in (("mixed_qkv", mixed_qkv), ("state", state)):
+        _check(name, x, shape, dtypes, state.device)
+    for name, x in (("mixed_qkv", mixed_qkv), ("state", state), ("out", out)):
         if x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT:
             raise ValueError(f"rows of {name} must be aligned to {ALIGNMENT} bytes")
     return Arguments(
@@ -186,17 +203,17 @@ def _layout(
     )
 
 
-def _indices(
+def _sequences(
     arguments: Arguments,
+    device: torch.device,
     slots: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     has_initial_state: torch.Tensor | None,
     initial_slots: torch.Tensor | None,
     num_accepted: torch.Tensor | None,
-    device: torch.device,
 ) -> int:
-    """Check the tensors of sequences, put them into ``arguments``, and return how many sequences there are."""
-    sequences = slots.shape[0]
+    """Check the tensors of sequences, put them into ``arguments``, and return the number of sequences."""
+    sequences = len(slots)
     kept = slots.shape[1] if slots.dim() == 2 else 0
     if (num_accepted is not None) != (kept > 0):
         raise ValueError("num_accepted and slots of (N, W) go together")
@@ -207,14 +224,23 @@ def _indices(
         ("initial_slots", initial_slots, (sequences,), torch.int32),
         ("num_accepted", num_accepted, (sequences,), torch.int32),
     ):
-        if x is None:
-            continue
-        if x.shape != shape or x.dtype != dtype or x.device != device or (x.dim() and x.stride(-1) != 1):
-            raise ValueError(
-                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}, not {shape} {dtype} on {device}"
-            )
-        setattr(arguments, name, x.data_ptr())
+        if x is not None:
+            _check(name, x, shape, (dtype,), device)
+            setattr(arguments, name, x.data_ptr())
     arguments.slots_stride = slots.stride(0)
     arguments.sequences = sequences
     arguments.states_kept = kept
     return sequences
+
+
+def _check(
+    name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Refuse a tensor of another shape, dtype or device, or with gaps inside a row."""
+    if x.shape != shape or x.dtype not in dtypes or x.device != device:
+        raise ValueError(
+            f"{name} must be {shape} {dtypes[0]} on {device}, not {tuple(x.shape)} {x.dtype} on {x.device}"
+        )
+    dense = x if x.dim() == 1 else x[:1].squeeze(0)
+    if x.numel() and not dense.is_contiguous():
+        raise ValueError(f"{name} may be strided in its first axis only, not by {x.stride()}")
