@@ -80,9 +80,8 @@ def is_available() -> bool:
 
 def shapes() -> list[str]:
     """Names of the launch shapes in the library."""
-    names = iter(lambda: library().recurrent_shape(len(found)), None)
     found: list[str] = []
-    for name in names:
+    while (name := library().recurrent_shape(len(found))) is not None:
         found.append(name.decode())
     return found
 
