@@ -18,7 +18,7 @@ from vllm_invariant.audit.traffic import Flight, Line
 Tick = Callable[[], None]
 
 TRIES = 6  # a busy machine hands out tokens in bursts, between which nobody is seen to come
-VISITS = 4  # strangers that arrive during a target's decode, on average
+ARRIVALS = 4  # strangers that arrive during a target's decode, on average
 LONG_LIFE = 400  # tokens of a request that is to go on until it is given up
 SHORTEST_GAP = 0.002  # seconds
 SCRAPE = 0.05  # seconds between two looks at the server's counters
@@ -188,7 +188,7 @@ async def company(exam: Exam, tick: Tick) -> Outcome:
     answers: list[tuple[int, Answer]] = []
     lonely = prefills = mixed = 0
     decode = [answer.last - answer.first for answer in exam.reference]
-    gap = max(SHORTEST_GAP, sum(decode) / len(decode) / VISITS)
+    gap = max(SHORTEST_GAP, sum(decode) / len(decode) / ARRIVALS)
     draw = exam.supply.random
 
     def stranger() -> Prompt:
