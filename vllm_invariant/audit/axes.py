@@ -172,8 +172,7 @@ async def batch(exam: Exam, tick: Tick) -> Outcome:
 
 
 async def _mixed_steps(line: Line, flight: Flight) -> int:
-    """Engine steps, seen in the server's counters, that held a prefill while a request decoded."""
-    await flight.reach(1)
+    """Engine steps, seen in the server's counters, that held a prefill while a request decodes."""
     start = last = await line.counters()
     while start and not flight.done:
         await asyncio.sleep(SCRAPE)
@@ -184,7 +183,7 @@ async def _mixed_steps(line: Line, flight: Flight) -> int:
 
 
 async def company(exam: Exam, tick: Tick) -> Outcome:
-    """Strangers arrive at random; their prefills join a target's decode steps, and leave before it ends."""
+    """Strangers arrive at random; their prefills join a target's decode steps."""
     answers: list[tuple[int, Answer]] = []
     lonely = prefills = mixed = 0
     decode = [answer.last - answer.first for answer in exam.reference]
@@ -201,6 +200,9 @@ async def company(exam: Exam, tick: Tick) -> Outcome:
                 exam.line.forget()
                 tries += 1
                 flight = exam.line.send(target)
+                await flight.reach(1)
+                if tries > 1:  # nobody came in time by chance
+                    strangers.append(exam.line.send(exam.supply.stranger(1, 65), apart=True))
                 mixed += await _mixed_steps(exam.line, flight)
                 answer = await flight.answer()
                 answers.append((i, answer))  # every try counts
@@ -354,7 +356,7 @@ REFERENCE = Axis("(reference)", "alone, cold, one at a time", alone)
 # In this order on one server, after `alone` has given the reference.
 AXES = (
     Axis("batch", "cold, all at once, among strangers", batch),
-    Axis("company", "cold, strangers join and leave the decode", company),
+    Axis("company", "cold, prefills of strangers join the decode", company),
     Axis("cut", "cold, load forces other chunk ends", cut, _no_budget),
     Axis("hit, shared", "warm, alone, on a request with the same beginning", shared_hit),
     Axis("hit, own", "warm, alone, on the whole prompt", own_hit),
