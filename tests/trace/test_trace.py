@@ -20,6 +20,8 @@ from vllm_invariant.trace.worker import Worker, WorkerError
 pytestmark = pytest.mark.engine
 
 OPTIONS = ["--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)]
+if device.NAME == "cuda":
+    OPTIONS += ["--gpu-memory-utilization", str(device.OPTIONS["gpu_memory_utilization"])]
 ASK = Ask(tuple(prompt(400, seed=95)), 6)
 COMPANY = (Ask(tuple(prompt(63, seed=96)), 8), Ask(tuple(prompt(150, seed=97)), 2, at=3))
 
