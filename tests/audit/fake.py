@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import struct
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -96,6 +97,7 @@ class Fake:
 
     def app(self) -> Starlette:
         routes = [
+            Route("/health", self.version),
             Route("/v1/models", self.models),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -295,3 +297,14 @@ def serving(behaviour: Behaviour) -> Iterator[tuple[str, Fake]]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+def main() -> None:
+    """Take the place of ``vllm serve``, of whose options it knows two."""
+    behaviour = Behaviour(started=time.time(), mode="--async-scheduling" in sys.argv)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    uvicorn.run(Fake(behaviour).app(), port=port, log_level="critical", timeout_graceful_shutdown=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,7 +51,7 @@ def test_one_bit_is_found(audit: Audit, axis: str) -> None:
 
 VOID = {
     "batch": (Behaviour(serial=True, pace=0.002), "6 requests decoded beside no other"),
-    "company": (Behaviour(burst=True, pace=0.001), "nobody came and went"),
+    "company": (Behaviour(burst=True, pace=0.001), "no prefill joined 6"),
     "cut": (Behaviour(burst=True, pace=0.001), "had the whole budget of 128"),
     "hit": (Behaviour(unit=None, pace=0.001), "did not hit the cache"),
     "history": (Behaviour(unit=None, pace=0.001), "did not hit the cache"),

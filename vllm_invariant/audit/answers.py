@@ -49,11 +49,6 @@ class Difference:
     marks: str = ""
     first: str | None = None
 
-    @property
-    def any(self) -> bool:
-        """Whether a single bit differs."""
-        return self.tokens > 0 or self.logprobs > 0
-
 
 def float32_bits(value: float) -> int:
     """The bit pattern of a float32 that arrived as a JSON number.

@@ -17,8 +17,8 @@ from vllm_invariant.audit.traffic import Flight, Line
 
 Tick = Callable[[], None]
 
-TRIES = 6  # a busy machine hands out tokens in bursts, between which nobody is seen to come and go
-VISITS = 4  # strangers that arrive during a target's decode, on average
+TRIES = 6  # a busy machine hands out tokens in bursts, between which nobody is seen to come
+ARRIVALS = 4  # strangers that arrive during a target's decode, on average
 LONG_LIFE = 400  # tokens of a request that is to go on until it is given up
 SHORTEST_GAP = 0.002  # seconds
 SCRAPE = 0.05  # seconds between two looks at the server's counters
@@ -172,8 +172,7 @@ async def batch(exam: Exam, tick: Tick) -> Outcome:
 
 
 async def _mixed_steps(line: Line, flight: Flight) -> int:
-    """Engine steps, seen in the server's counters, that held a prefill while a request decoded."""
-    await flight.reach(1)
+    """Engine steps, seen in the server's counters, that held a prefill while a request decodes."""
     start = last = await line.counters()
     while start and not flight.done:
         await asyncio.sleep(SCRAPE)
@@ -184,11 +183,11 @@ async def _mixed_steps(line: Line, flight: Flight) -> int:
 
 
 async def company(exam: Exam, tick: Tick) -> Outcome:
-    """Strangers arrive at random; their prefills join a target's decode steps, and leave before it ends."""
+    """Strangers arrive at random; their prefills join a target's decode steps."""
     answers: list[tuple[int, Answer]] = []
-    lonely = visited = mixed = 0
+    lonely = prefills = mixed = 0
     decode = [answer.last - answer.first for answer in exam.reference]
-    gap = max(SHORTEST_GAP, sum(decode) / len(decode) / VISITS)
+    gap = max(SHORTEST_GAP, sum(decode) / len(decode) / ARRIVALS)
     draw = exam.supply.random
 
     def stranger() -> Prompt:
@@ -196,28 +195,29 @@ async def company(exam: Exam, tick: Tick) -> Outcome:
 
     async with poisson(exam.line, draw, gap, stranger) as strangers:
         for i, target in enumerate(exam.targets):
-            visits = tries = 0
-            while not visits and tries < TRIES:
+            joined = tries = 0
+            while not joined and tries < TRIES:
                 exam.line.forget()
                 tries += 1
                 flight = exam.line.send(target)
+                await flight.reach(1)
+                if tries > 1:  # nobody came in time by chance
+                    strangers.append(exam.line.send(exam.supply.stranger(1, 65), apart=True))
                 mixed += await _mixed_steps(exam.line, flight)
                 answer = await flight.answer()
                 answers.append((i, answer))  # every try counts
-                visits = sum(_visited(answer, other) for other in strangers)
-            lonely += visits == 0
-            visited += visits
+                joined = sum(_joined(answer, other) for other in strangers)
+            lonely += joined == 0
+            prefills += joined
             tick()
-    void = f"nobody came and went during {lonely} of the requests" if lonely else None
+    void = f"no prefill joined {lonely} of the requests" if lonely else None
     steps = f", {mixed} mixed steps counted" if mixed else ""
-    return Outcome(answers, f"{visited} visits{steps}", void)
+    return Outcome(answers, f"{prefills} prefills joined{steps}", void)
 
 
-def _visited(answer: Answer, other: Flight) -> bool:
-    """Whether another request came after an answer's first token and left before its last."""
-    if not (other.done and other.arrivals):
-        return False
-    return answer.first < other.sent and other.arrivals[-1] < answer.last
+def _joined(answer: Answer, other: Flight) -> bool:
+    """Whether another request was sent and prefilled between an answer's first token and its last."""
+    return answer.first < other.sent and bool(other.arrivals) and other.arrivals[0] < answer.last
 
 
 async def cut(exam: Exam, tick: Tick) -> Outcome:
@@ -356,7 +356,7 @@ REFERENCE = Axis("(reference)", "alone, cold, one at a time", alone)
 # In this order on one server, after `alone` has given the reference.
 AXES = (
     Axis("batch", "cold, all at once, among strangers", batch),
-    Axis("company", "cold, strangers join and leave the decode", company),
+    Axis("company", "cold, prefills of strangers join the decode", company),
     Axis("cut", "cold, load forces other chunk ends", cut, _no_budget),
     Axis("hit, shared", "warm, alone, on a request with the same beginning", shared_hit),
     Axis("hit, own", "warm, alone, on the whole prompt", own_hit),

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from vllm_invariant.audit.prompts import Prompt
 from vllm_invariant.audit.traffic import Flight, Line, hang_up
 
-MOST = 16  # under way at once; a server that falls behind is not buried
+MOST = 4  # under way at once; where more wait, none is served while a short answer lasts
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ class Counters:
 
     Attributes:
         hits: prompt tokens taken from the prefix cache.
-        preemptions: requests preempted.
         wide: engine steps of more than `WIDE` tokens.
         started: when the server's process started, in seconds since the epoch.
         cache: vLLM's cache configuration, as text.
@@ -23,7 +22,6 @@ class Counters:
     """
 
     hits: float = 0.0
-    preemptions: float = 0.0
     wide: float = 0.0
     started: float | None = None
     cache: dict[str, str] = field(default_factory=dict)
@@ -53,7 +51,6 @@ def parse(text: str) -> Counters:
     steps = "vllm:iteration_tokens_total_bucket"
     return Counters(
         hits=totals.get("vllm:prefix_cache_hits_total", 0.0),
-        preemptions=totals.get("vllm:num_preemptions_total", 0.0),
         wide=totals.get(f"{steps} +Inf", 0.0) - totals.get(f"{steps} {WIDE:.1f}", 0.0),
         started=started,
         cache=cache,

@@ -111,11 +111,9 @@ async def compare_with(
 
 def _changed(then: Facts, now: Facts) -> list[str]:
     """In what two modes are known to differ."""
-    if not then.mode or not now.mode:
-        return []
-    return [
-        f"{name} {old} → {now.mode.get(name)}" for name, old in then.mode.items() if now.mode.get(name) != old
-    ]
+    before, after = then.mode or {}, now.mode or {}
+    both = [name for name in before if name in after]
+    return [f"{name} {before[name]} → {after[name]}" for name in both if before[name] != after[name]]
 
 
 def _same_process(then: Facts, now: Facts) -> str | None:

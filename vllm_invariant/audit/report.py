@@ -168,12 +168,15 @@ def table(report: Report) -> Table:
     out.add_column("path proven")
     out.add_column("differing\ntokens", justify="right")
     out.add_column("differing\nlogprobs", justify="right")
-    out.add_column("first difference")
+    apart = any(row.different for row in report.rows)
+    if apart:  # elsewhere its place is needed for the proofs
+        out.add_column("first difference")
     styles = {"different": "red", "not exercised": "yellow", "equal": None}
     for i, row in enumerate(report.rows):
         proof = f"no: {row.void}" if row.void else f"yes: {row.proof}"
         numbers = ("", "") if i == 0 else (f"{row.tokens:,}", f"{row.logprobs:,}")
-        cells = (row.axis, f"{len(row.cases)}", escape(proof), *numbers, escape(row.first or ""))
+        first = (escape(row.first or ""),) if apart else ()
+        cells = (row.axis, f"{len(row.cases)}", escape(proof), *numbers, *first)
         out.add_row(*cells, style=styles[row.state], end_section=i == 0)
     for axis, why in report.not_asked.items():
         out.add_row(axis, "", escape(f"not asked: {why}"), style="dim")

@@ -25,7 +25,7 @@ from vllm_invariant.audit.progress import Bar, progress_bar
 from vllm_invariant.audit.prompts import Supply
 from vllm_invariant.audit.reference import Reference, compare_with
 from vllm_invariant.audit.report import EQUAL, NOT_EXERCISED, Report, compare, table
-from vllm_invariant.audit.server import Launch, ServerFailed, running
+from vllm_invariant.audit.server import Launch, ServerFailed, reason, running
 from vllm_invariant.audit.survey import survey
 from vllm_invariant.audit.traffic import Address, Line
 
@@ -251,7 +251,8 @@ def audit(wish: Wish, console: Console) -> int:
         except AuditFailed as error:
             report.error = str(error)
         except ServerFailed as error:
-            report.error = str(error).splitlines()[0]
+            first = str(error).splitlines()[0].rstrip(":")
+            report.error = f"{first}: {reason(log) or 'see its log'}"
             console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
             report.interrupted, report.error = True, "interrupted"

@@ -4,6 +4,7 @@
 import contextlib
 import importlib.metadata
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,6 +51,13 @@ def tail(log: Path, lines: int = 30) -> str:
     """The last ``lines`` lines of a log, or a note that there are none."""
     text = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return "\n".join(text[-lines:]) or "(the log is empty)"
+
+
+def reason(log: Path) -> str | None:
+    """The last error a log has, leaving out vLLM's remark that there was one; None if there is none."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    errors = re.findall(r"\b\w*Error: (?!Engine core initialization failed).*", text)
+    return errors[-1] if errors else None
 
 
 def serve_command() -> list[str]:
