@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import on_either
 from tests.harness import device
 from tests.harness.prompts import prompt
 from vllm_invariant.trace.plan import FIRST, Ask, path_not_taken, second_way
@@ -20,6 +21,8 @@ from vllm_invariant.trace.worker import Worker, WorkerError
 pytestmark = pytest.mark.engine
 
 OPTIONS = ["--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)]
+if device.NAME == "cuda":
+    OPTIONS += ["--gpu-memory-utilization", str(device.OPTIONS["gpu_memory_utilization"])]
 ASK = Ask(tuple(prompt(400, seed=95)), 6)
 COMPANY = (Ask(tuple(prompt(63, seed=96)), 8), Ask(tuple(prompt(150, seed=97)), 2, at=3))
 
@@ -33,6 +36,7 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield worker
 
 
+@on_either
 @pytest.mark.parametrize(
     "way",
     [
@@ -43,7 +47,7 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ],
     ids=["company", "hit", "hit in company", "after a prefix of it"],
 )
-def test_nothing_differs(engine: Worker, way: dict[str, Any]) -> None:
+def test_nothing_differs(engine: Worker, way: dict[str, Any], machine: str) -> None:
     found = look(engine, engine, ASK, second_way(ASK, **way))
     assert found.verdict.same, found.verdict
     assert path_not_taken(found.way, found.first, found.second) is None
@@ -55,7 +59,8 @@ def test_nothing_differs(engine: Worker, way: dict[str, Any]) -> None:
         assert found.second.cached > 0
 
 
-def test_everything_is_watched(engine: Worker) -> None:
+@on_either
+def test_everything_is_watched(engine: Worker, machine: str) -> None:
     """Every operation of every layer, for every token, and every state after every step."""
     run = engine.run(ASK, FIRST)
     assert not run.unseen
