@@ -199,7 +199,8 @@ def lines(shape: str, found: dict[str, Any]) -> list[str]:
         *report.heading(f"A mixture-of-experts layer, {shape}"),
         "Router, routed experts and shared expert of one layer, bfloat16. *stock*: no flag. *stock launch*:",
         "the flag, with the one launch stock has for it. *invariant*: the flag, with this package's.",
-        "Last four columns: the router's product and the shared expert by themselves.",
+        "The last four columns are the router's product and the shared expert by themselves: under the flag",
+        "stock keeps cuBLASLt from splitting the depth of a product, and those with few columns take longer.",
         "",
         *report.table(header, rows),
         "Largest distance from float32, in standard deviations of the outputs: "

@@ -1,7 +1,9 @@
-"""Choose launches for the router's and the shared expert's products on this GPU.
+"""What launches could make of the router's and the shared expert's products on this GPU.
 
     python -m benchmarks.tune_moe_linears
 
+Under the flag cuBLASLt may not split the depth of a product, and one with few columns then runs on a few
+processors.  Here vLLM's own persistent kernel computes it with small tiles.  Nothing serves with it yet.
 Like `benchmarks.tune_moe`: every candidate is classed by the bits of its results, checked against itself
 at every number of rows, and timed, next to ``torch.nn.functional.linear`` with and without the flag.
 """
@@ -19,6 +21,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.tune_moe import TOKENS, bits
+from vllm_invariant.ops.moe_launch import Launch
 
 # (columns, depth): routers of 256 and 512 experts; a shared expert's gate, up and down.
 SHAPES = [(256, 2048), (512, 2048), (1, 2048), (1024, 2048), (2048, 512)]
@@ -39,6 +42,44 @@ CANDIDATES = [
 ]
 INPUTS = 8
 COUNTS = (*range(1, 10), 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023)
+
+
+def matmul(x: torch.Tensor, weight: torch.Tensor, launch: Launch) -> torch.Tensor:
+    """``x @ weight.T`` by vLLM's invariant kernel.
+
+    Args:
+        x: (rows, depth) bfloat16.
+        weight: (columns, depth) bfloat16.
+        launch: its tiles, warps and stages.
+
+    Returns:
+        (rows, columns) bfloat16.
+
+    """
+    from vllm.model_executor.determinism.batch_invariant import matmul_kernel_persistent
+    from vllm.utils.platform_utils import num_compute_units
+
+    (rows, depth), columns = x.shape, weight.shape[0]
+    out = x.new_empty(rows, columns)
+    tile_rows, tile_columns, tile_depth = launch.tile
+    tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+    matmul_kernel_persistent[(min(num_compute_units(x.device.index), tiles),)](
+        *(x, weight, out, None),
+        *(rows, columns, depth),
+        *(x.stride(0), x.stride(1), weight.stride(1), weight.stride(0), out.stride(0), out.stride(1), 1),
+        BLOCK_SIZE_M=tile_rows,
+        BLOCK_SIZE_N=tile_columns,
+        BLOCK_SIZE_K=tile_depth,
+        GROUP_SIZE_M=launch.group,
+        NUM_SMS=num_compute_units(x.device.index),
+        A_LARGE=False,
+        B_LARGE=False,
+        C_LARGE=False,
+        HAS_BIAS=False,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    return out
 
 
 def time(run: Any, inputs: list[torch.Tensor], rows: int) -> float:
@@ -67,9 +108,6 @@ def measure(columns: int, depth: int, *, candidates: bool) -> dict[str, Any]:
     inputs = [torch.randn(max(TOKENS), depth, **random).bfloat16() for _ in range(INPUTS)]
     ways: dict[str, Any] = {"torch": lambda x: torch.nn.functional.linear(x, weight)}
     if candidates:
-        from vllm_invariant.moe_linear import matmul
-        from vllm_invariant.ops.moe_launch import Launch
-
         for m, n, k, warps, stages in CANDIDATES:
             launch = Launch(None, (m, n, k), warps, stages)
             ways[str((m, n, k, warps, stages))] = lambda x, launch=launch: matmul(x, weight, launch)

@@ -47,7 +47,7 @@ def test_batch(engine: Engine) -> None:
     """Alone, all in one step, and in another order; every expert of every layer is used."""
     requests = asks(prompts(LENGTHS, seed=30), max_tokens=6)
     requests[3] = Ask(requests[3].prompt, 6, temperature=0.8, seed=5)
-    with moe.routing(engine) as seen:
+    with moe.routing() as seen:
         expected = alone(engine, requests)
     counts = sum(ids.flatten().long().bincount(minlength=8) for ids in seen)
     assert int(counts.min()) > 0, f"tokens of each expert: {counts.tolist()}"
@@ -62,7 +62,7 @@ def test_batch(engine: Engine) -> None:
 def test_exact_ties(engine: Engine) -> None:
     """Two experts always have the same logit.  Where only one of them is chosen, a tie was broken."""
     requests = asks(prompts((300, 511), seed=31), max_tokens=4)
-    with moe.routing(engine) as seen:
+    with moe.routing() as seen:
         first = alone(engine, requests)
     chosen = [ids.lt(2).sum(-1) for ids in seen]
     assert sum(int(count.eq(1).sum()) for count in chosen) > 0, "void: no tie was at the last place"
@@ -149,12 +149,13 @@ def test_preemption(engine: Engine) -> None:
     assert_same(expected, run.results[:2])
 
 
-def test_experts_that_follow_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule broken: what an expert computes follows the step's tokens, and bits move."""
+@pytest.mark.parametrize("rule", list(device.MOE_RULES))
+def test_experts_that_follow_the_step(engine: Engine, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule broken: what an expert computes follows the step's tokens, and bits move."""
     requests = asks(prompts(LENGTHS, seed=30), max_tokens=6)
     expected = alone(engine, requests)
     assert_same(expected, engine.run(requests).results, "the rule on")
     engine.reset()
-    device.MOE_RULE(monkeypatch)
+    device.MOE_RULES[rule](monkeypatch)
     expected = alone(engine, requests)
     assert differing(expected, engine.run(requests).results)

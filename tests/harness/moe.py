@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.engine import Engine
 from vllm_invariant.demo.checkpoint import Shape, make_checkpoint
 
 # Wide enough that a CPU's matrix products follow their row count where nothing prevents it.
@@ -19,25 +18,24 @@ FAMILIES = {"moe": "Qwen3_5MoeForCausalLM", "next": "Qwen3NextForCausalLM"}
 
 
 def make(folder: Path, family: str, **more: Any) -> Path:
-    """A checkpoint of one of the families, without a tokenizer."""
-    return make_checkpoint(folder / family, Shape(config=WIDTHS, family=family, **more), tokenizer=False)
+    """A checkpoint of one of the families."""
+    return make_checkpoint(folder / family, Shape(config=WIDTHS, family=family, **more))
 
 
 @contextmanager
-def routing(engine: Engine) -> Iterator[list[torch.Tensor]]:
-    """Collect (tokens, top k) experts of every call of every layer's router, while eager."""
+def routing() -> Iterator[list[torch.Tensor]]:
+    """Collect (tokens, top k) experts of every router call of this process, while eager."""
+    from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
+
     seen: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for layer in engine.runner.get_model().model.layers:
-            router = layer.mlp.experts.router
-            patch.setattr(router, "select_experts", _recorded(router.select_experts, seen))
-        yield seen
+    stock = FusedMoERouter.select_experts
 
-
-def _recorded(stock: Any, seen: list[torch.Tensor]) -> Any:
     def select_experts(*args: Any, **kwargs: Any) -> Any:
         weights, ids = stock(*args, **kwargs)
         seen.append(ids.cpu().clone())
         return weights, ids
 
-    return select_experts
+    # On the class: undone on an instance, the patch would leave the stock method behind there.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedMoERouter, "select_experts", select_experts)
+        yield seen

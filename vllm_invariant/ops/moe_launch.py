@@ -84,9 +84,6 @@ TABLE: dict[Key, tuple[Launch, ...]] = {
     ),
 }
 
-# (compute capability, columns, depth) of a router's and a shared expert's products.
-LINEARS: dict[tuple[tuple[int, int], int, int], tuple[Launch, ...]] = {}
-
 
 def choose(row: tuple[Launch, ...], tokens: int) -> Launch:
     """The launch for a step of ``tokens`` tokens: the first whose range holds them."""

@@ -1,7 +1,7 @@
 """Axis mode: async scheduling or not, eager or replayed from CUDA graphs, in each of the model runners.
 
-The two runners sample and take logprobs by different kernels, so each is compared with itself.  Every mode has
-a process of its own: engines with graphs, one after another in one process, trip an assertion of torch's.
+The two runners sample and take logprobs by different kernels, so each is compared with itself.  Every mode
+has a process of its own: engines with graphs, one after another in one process, trip an assertion of torch's.
 """
 
 import random
