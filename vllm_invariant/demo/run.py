@@ -30,8 +30,8 @@ def launch(model: Path) -> Launch:
     import torch
 
     # A tiny model needs little; the GPU may have other users.
-    share = ("--gpu-memory-utilization", "0.1") if torch.cuda.is_available() else ()
-    return Launch(str(model), (*OPTIONS, *share), ENVIRONMENT)
+    small = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30))
+    return Launch(str(model), (*OPTIONS, *(small if torch.cuda.is_available() else ())), ENVIRONMENT)
 
 
 def _checkpoint(folder: Path) -> Path:
