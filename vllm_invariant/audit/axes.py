@@ -17,7 +17,7 @@ from vllm_invariant.audit.traffic import Flight, Line
 
 Tick = Callable[[], None]
 
-TRIES = 6  # a busy machine hands out tokens in bursts, between which nobody is seen to come
+TRIES = 10  # a busy machine hands out tokens in bursts, between which nobody is seen to come
 ARRIVALS = 4  # strangers that arrive during a target's decode, on average
 LONG_LIFE = 1500  # tokens of a request that is to go on until it is given up
 SHORTEST_GAP = 0.002  # seconds
