@@ -352,7 +352,9 @@ async def next_turn(exam: Exam, tick: Tick) -> Outcome:
     for n, (i, prompt) in enumerate(exam.turns):
         exam.line.forget()
         await exam.line.ask(exam.targets[i])
-        answers.append((len(exam.targets) + n, await exam.line.ask(prompt)))
+        # Twice: the first time finds states of prompts, and only the second keys and values of decode.
+        for _ in range(2):
+            answers.append((len(exam.targets) + n, await exam.line.ask(prompt)))
         tick()
     counted = await _hit_tokens(exam.line) - before
     return _need_hits(exam, Outcome(answers, ""), counted, all_must=False)
