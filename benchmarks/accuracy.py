@@ -74,6 +74,8 @@ def work(who: str, model: Path, args: argparse.Namespace, out: Path) -> None:
     """One program's logprobs, to a file."""
     asked = prompts(args.prompts, args.longest)
     options = {"max_model_len": args.longest + 64, "kv_cache_memory_bytes": int(args.kv_cache_gib * 2**30)}
+    if torch.cuda.is_available():
+        options["gpu_memory_utilization"] = 0.1  # only what must be free at start
     found = reference(model, asked) if who == REFERENCE else served(model, asked, options)
     out.write_text(json.dumps(found))
 

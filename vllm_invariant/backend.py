@@ -5,7 +5,7 @@ Kimi, OLMo, Bailing and Qwen4Exp share stock's ``GDN_ATTN``; nobody has shown th
 so that backend keeps refusing.  Ours is a member of its own, ``QWEN_GDN_ATTN``.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,22 @@ def prefill_remainders(is_prefilling: torch.Tensor, query_lens: torch.Tensor) ->
 
     """
     return is_prefilling & (query_lens == 1)
+
+
+@dataclass
+class QwenGDNAttentionMetadata(GDNAttentionMetadata):
+    """Stock's, and what our layer reads besides.
+
+    Attributes:
+        parts: of a mixed step of the chunk arithmetic on a GPU: metadata of its cached rows, of its prefills.
+        places: where prefill rows save states on their way.
+        longest: tokens of the step's longest row, with the recurrent arithmetic.
+
+    """
+
+    parts: tuple[Any, Any] | None = None
+    places: checkpoint.Places | None = None
+    longest: int = 0
 
 
 class QwenGDNAttentionBackend(GDNAttentionBackend):
@@ -81,14 +97,13 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         num_accepted_tokens: torch.Tensor | None = None,
         num_decode_draft_tokens_cpu: torch.Tensor | None = None,
         fast_build: bool = False,
-    ) -> GDNAttentionMetadata:
+    ) -> Any:
         m = common_attn_metadata
         if self.arithmetic.decode_equals_prefill:
-            metadata = super().build(
+            stock = super().build(
                 common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
             )
-            metadata.longest = m.max_query_len
-            return metadata
+            return QwenGDNAttentionMetadata(**vars(stock), longest=m.max_query_len)
         if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
             remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
             if bool(remainder.any()):
@@ -97,9 +112,10 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
                 # state a row starts from is decided by the real lengths.
                 bound = torch.where(remainder, 1, m.seq_lens_cpu_upper_bound)
                 m = m.replace(seq_lens_cpu_upper_bound=bound.to(m.seq_lens_cpu_upper_bound.dtype))
-        metadata = super().build(
+        stock = super().build(
             common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
         )
+        metadata: Any = QwenGDNAttentionMetadata(**vars(stock))
         metadata.checkpoint = checkpoint.of_prefills(
             metadata.checkpoint, metadata.num_decodes, metadata.num_prefills
         )
@@ -111,39 +127,25 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
             metadata.parts = split_step(metadata, m.query_start_loc_cpu)
         return metadata
 
-    def update_block_table(
-        self, metadata: GDNAttentionMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> GDNAttentionMetadata:
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
         """Another group's metadata of the same step: only the slots differ."""
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
-        updated.places = getattr(metadata, "places", None)
-        if parts := getattr(metadata, "parts", None):
-            updated.parts = tuple(
-                _with_slots(part, updated, rows)
-                for part, rows in zip(
-                    parts, (slice(metadata.num_decodes), slice(metadata.num_decodes, None)), strict=True
-                )
+        if updated.parts is not None:
+            decodes, prefills = updated.parts
+            slots = updated.non_spec_state_indices_tensor
+            updated.parts = (
+                replace(decodes, non_spec_state_indices_tensor=slots[: decodes.num_decodes]),
+                replace(
+                    prefills,
+                    non_spec_state_indices_tensor=updated.prefill_state_indices,
+                    prefill_state_indices=updated.prefill_state_indices,
+                    checkpoint=updated.checkpoint,
+                ),
             )
         return updated
 
 
-def _with_slots(part: GDNAttentionMetadata, whole: GDNAttentionMetadata, rows: slice) -> GDNAttentionMetadata:
-    """A part of a step with the slots of the whole step's new metadata."""
-    slots = whole.non_spec_state_indices_tensor[rows][: part.num_decodes + part.num_prefills]
-    prefills = part.num_prefills > 0
-    changed = replace(
-        part,
-        non_spec_state_indices_tensor=slots,
-        prefill_state_indices=slots if prefills else None,
-        checkpoint=whole.checkpoint if prefills else None,
-    )
-    changed.places = whole.places if prefills else None
-    return changed
-
-
-def split_step(
-    metadata: GDNAttentionMetadata, query_start_loc_cpu: torch.Tensor
-) -> tuple[GDNAttentionMetadata, GDNAttentionMetadata]:
+def split_step(metadata: Any, query_start_loc_cpu: torch.Tensor) -> tuple[Any, Any]:
     """Metadata of a mixed step as that of its cached rows and that of its prefills.
 
     Args:
@@ -178,5 +180,4 @@ def split_step(
         batch_ptr=batch_ptr,
         token_chunk_offset_ptr=token_chunk_offset_ptr,
     )
-    prefills.places = getattr(metadata, "places", None)
     return decodes, prefills

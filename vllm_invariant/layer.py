@@ -85,11 +85,10 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             if metadata is not None:  # None while memory is profiled: there are no caches yet
                 self._recurrent_core(self, metadata, mixed_qkv, b, a, core_attn_out)
             return
-        parts = getattr(metadata, "parts", None)
-        if parts is None or not self.enable_packed_recurrent_decode:
+        if metadata is None or metadata.parts is None or not self.enable_packed_recurrent_decode:
             self._stock_core(metadata, mixed_qkv, b, a, core_attn_out)
             return
-        decodes, prefills = parts
+        decodes, prefills = metadata.parts
         rows = decodes.num_actual_tokens
         self._forward_core_decode_non_spec(
             mixed_qkv[:rows], b[:rows], a[:rows], core_attn_out[:rows], attn_metadata=decodes
@@ -109,7 +108,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         core_attn_out: torch.Tensor,
     ) -> None:
         """Stock's, and the states that its prefill rows save on the way."""
-        places = getattr(metadata, "places", None)
+        places = None if metadata is None else metadata.places
         if places is None:
             super()._forward_core(mixed_qkv, b, a, core_attn_out)
             return

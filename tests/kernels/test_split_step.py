@@ -1,5 +1,8 @@
 """A mixed step's metadata as that of its cached rows and that of its prefills."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,14 +17,12 @@ FRESH = [True, False, True]  # which of the prompts starts from nothing
 @pytest.fixture(scope="module")
 def parts():
     """The whole step's metadata, and its two parts."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-
-    from vllm_invariant.backend import split_step
+    from vllm_invariant.backend import QwenGDNAttentionMetadata, split_step
 
     starts = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     slots = torch.arange(11, 11 + len(LENGTHS), dtype=torch.int32)
     has_state = torch.tensor([True] * CACHED + [not fresh for fresh in FRESH])
-    whole = GDNAttentionMetadata(
+    whole = QwenGDNAttentionMetadata(
         num_prefills=len(FRESH),
         num_prefill_tokens=sum(LENGTHS[CACHED:]),
         num_decodes=CACHED,
@@ -85,3 +86,24 @@ def test_remainders_are_single_tokens_of_a_prompt() -> None:
     prefilling = torch.tensor([False, True, True, False])
     lengths = torch.tensor([1, 1, 64, 2])
     assert prefill_remainders(prefilling, lengths).tolist() == [False, True, False, False]
+
+
+def test_another_groups_slots(parts) -> None:
+    """One build serves every state group: the next group's metadata differs in its slots alone."""
+    from vllm_invariant.backend import QwenGDNAttentionMetadataBuilder
+
+    whole, decodes, prefills = parts
+    first = replace(whole, parts=(decodes, prefills), longest=70)
+    builder = object.__new__(QwenGDNAttentionMetadataBuilder)
+    builder.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="align"))
+    builder.num_spec, builder.use_full_cuda_graph = 0, False
+    slots = torch.arange(31, 31 + len(LENGTHS), dtype=torch.int32)
+    builder.mamba_aligned_state_indices = slots[:, None]
+    second = builder.update_block_table(first, slots[:, None], torch.empty(0))
+    assert second.longest == 70 and second.prefill_state_indices.tolist() == slots[CACHED:].tolist()
+    cached, rest = second.parts
+    assert cached.non_spec_state_indices_tensor.tolist() == slots[:CACHED].tolist()
+    assert rest.non_spec_state_indices_tensor.tolist() == slots[CACHED:].tolist()
+    assert rest.prefill_state_indices.tolist() == slots[CACHED:].tolist()
+    assert first.parts[0].non_spec_state_indices_tensor.tolist() == [11, 12, 13]
+    assert rest.chunk_indices is prefills.chunk_indices and rest.nums_dict is prefills.nums_dict
