@@ -10,7 +10,7 @@ from tests.harness import device, moe
 from tests.harness.compare import Result, assert_same, differing
 from tests.harness.engine import Ask, Engine, Engines, asks
 from tests.harness.prompts import prompt, prompts
-from tests.v1.determinism.conftest import budget
+from tests.harness.score import budget
 
 pytestmark = pytest.mark.engine
 
