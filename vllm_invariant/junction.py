@@ -32,9 +32,9 @@ class SeenPrefixes:
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._whole: OrderedDict[Hashable, bool] = OrderedDict()  # by hash, whether a prompt ended there
 
-    def add(self, hashes: Sequence[Hashable]) -> int:
+    def add(self, hashes: Sequence[Hashable]) -> tuple[int, bool]:
         """Remember a prompt.
 
         Args:
@@ -42,21 +42,21 @@ class SeenPrefixes:
                 whole prefix.
 
         Returns:
-            How many of them, from the front, an earlier prompt had.
+            How many of them, from the front, an earlier prompt had, and whether one had no more than these.
 
         """
-        known = 0
+        known, whole = 0, False
         for block_hash in hashes:
-            if block_hash not in self._seen:
+            if block_hash not in self._whole:
                 break
-            known += 1
+            known, whole = known + 1, self._whole[block_hash]
         # Backwards, so that a long prefix is forgotten from its end: what remains is still a prefix.
         for block_hash in reversed(hashes):
-            self._seen[block_hash] = None
-            self._seen.move_to_end(block_hash)
-        while len(self._seen) > self._remembered:
-            self._seen.popitem(last=False)
-        return known
+            self._whole[block_hash] = self._whole.get(block_hash, False) or block_hash is hashes[-1]
+            self._whole.move_to_end(block_hash)
+        while len(self._whole) > self._remembered:
+            self._whole.popitem(last=False)
+        return known, whole
 
 
 @dataclass
@@ -65,12 +65,14 @@ class Prefix:
 
     Attributes:
         shared: tokens that an earlier prompt had too, in whole hash blocks.
+        continues: an earlier prompt ended there, as that of a conversation's turn before does.
         hit: tokens taken from the prefix cache.
         saving: the state after the shared tokens is still to be published.
 
     """
 
     shared: int
+    continues: bool = False
     hit: int = 0
     saving: bool = False
 
@@ -110,7 +112,8 @@ class JunctionMixin(HistoryMixin):
         name, unit = request.request_id, self.hash_block_size
         if name not in self._prefixes:
             most = (request.num_prompt_tokens - 1) // unit  # a prompt's last token is never hit
-            self._prefixes[name] = Prefix(shared=seen.add(request.block_hashes[:most]) * unit)
+            known, whole = seen.add(request.block_hashes[:most])
+            self._prefixes[name] = Prefix(shared=known * unit, continues=whole)
         return self._prefixes[name]
 
     @contextlib.contextmanager
@@ -118,7 +121,7 @@ class JunctionMixin(HistoryMixin):
         """Stock's split also stops at the prompt's last hash boundary, here not close behind a hit."""
         stops = self.mamba_partial_cache_hit
         prefix = self._prefixes.get(request.request_id)
-        if prefix is not None and prefix.hit > 0:
+        if prefix is not None and prefix.hit > 0 and not prefix.continues:
             tail = grid.floor(request.num_prompt_tokens - 1, self.hash_block_size)
             self.mamba_partial_cache_hit = stops and tail - prefix.hit >= WORTH_A_STEP
         try:

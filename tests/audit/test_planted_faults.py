@@ -172,14 +172,7 @@ def test_the_audit_finds_it(
     words = ["audit", model, "--axis", case.axis, "--tokens", "16", "--json", str(report)]
     words += [*options, "--enforce-eager"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from vllm_invariant.cli import app; app()",
-            *words,
-            *OPTIONS,
-            "--enforce-eager",
-        ],
+        [sys.executable, "-c", "from vllm_invariant.cli import app; app()", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

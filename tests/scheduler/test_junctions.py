@@ -61,20 +61,25 @@ def test_a_longer_prompt_keeps_the_junction_of_a_block_it_fills(driver: Driver) 
     assert driver.hits("third") == [JUNCTION]
 
 
-def test_a_tail_close_behind_a_hit_is_not_worth_a_step(driver: Driver) -> None:
-    """Each turn of a conversation is cached when enough has come together."""
-    length, hits = 1100, []
-    for turn in range(6):
+def test_a_conversation_saves_every_turn(driver: Driver) -> None:
+    """Each turn goes on from the whole one before, and hits all of it, however little was added."""
+    lengths = [1100 + 100 * turn for turn in range(6)]
+    for turn, length in enumerate(lengths):
         driver.add(f"t{turn}", prompt(length))
         driver.run()
-        hits += driver.hits(f"t{turn}")
-        length += 150
-    assert hits[0] == 0 and hits == sorted(hits) and hits[-1] > BLOCK
-    for turn in range(1, 6):
-        start, end = driver.chunks(f"t{turn}")[0][0], 1100 + 150 * turn
-        tail = (end - 1) // 64 * 64
-        stopped = tail in driver.prefill_ends(f"t{turn}")
-        assert stopped <= (tail - start >= WORTH_A_STEP or tail % BLOCK == 0)
+    hits = [driver.hits(f"t{turn}")[0] for turn in range(6)]
+    assert hits == [0, *((length - 1) // 64 * 64 for length in lengths[:-1])]
+
+
+@pytest.mark.parametrize("own", [64, 128, 500])
+def test_a_siblings_tail_is_saved_where_it_pays(driver: Driver, own: int) -> None:
+    """Behind a hit that ends where prompts part, a stop close to it is not worth its step."""
+    for number in range(4):
+        driver.add(f"r{number}", sibling(number, own))
+        driver.run()
+    tail = (SHARED + own - 1) // 64 * 64
+    assert driver.hits("r3") == [JUNCTION]
+    assert (tail in driver.prefill_ends("r3")) == (tail - JUNCTION >= WORTH_A_STEP)
 
 
 def test_a_request_that_waits_does_not_part_from_itself(drive: Callable[..., Driver]) -> None:
@@ -89,8 +94,10 @@ def test_a_request_that_waits_does_not_part_from_itself(drive: Callable[..., Dri
 def test_seen_prefixes_forget_the_oldest_and_ends_first() -> None:
     """What is remembered of a prompt is always a prefix."""
     seen = SeenPrefixes(remembered=4)
-    assert seen.add(["a", "ab", "abc"]) == 0
-    assert seen.add(["a", "ab", "abx", "abxy"]) == 2
-    assert seen.add(["a", "ab", "abc"]) == 2, "the end of the first prompt was forgotten"
-    assert seen.add(["z"]) == 0
-    assert seen.add(["a", "ab", "abc"]) == 3
+    assert seen.add(["a", "ab", "abc"]) == (0, False)
+    assert seen.add(["a", "ab", "abx", "abxy"]) == (2, False)
+    assert seen.add(["a", "ab", "abc"]) == (2, False), "the end of the first prompt was forgotten"
+    assert seen.add(["z"]) == (0, False)
+    assert seen.add(["a", "ab", "abc"]) == (3, True)
+    assert seen.add(["a", "ab"]) == (2, False), "no prompt ended there"
+    assert seen.add(["a", "ab", "x"]) == (2, True)
