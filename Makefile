@@ -8,11 +8,12 @@
 #   make lint       ruff and mypy
 #
 # PYTHON names the interpreter to start from (3.11 or newer), VENV the environment to make, PYTEST
-# further arguments for pytest.
+# further arguments for pytest, JOBS the processes that `make test` spreads test files over.
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST ?=
+JOBS ?= $(if $(filter cpu,$(FLAVOUR)),2,0)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -29,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/vllm-invariant demo
 
 test: $(STAMP) csrc-check
-	$(BIN)/python -m pytest $(if $(filter cpu,$(FLAVOUR)),-m "not gpu") $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(filter cpu,$(FLAVOUR)),-m "not gpu") $(PYTEST)
 
 test-gpu: $(STAMP)
 	@test $(FLAVOUR) = cuda || { echo "make test-gpu: nvidia-smi finds no NVIDIA GPU" >&2; exit 1; }
