@@ -130,7 +130,9 @@ def test_an_interrupted_audit_writes_what_it_has(tmp_path: Path, ending: signal.
     page = tmp_path / "page.html"
     with serving(Behaviour(pace=0.02)) as (url, fake):
         words = ["audit", "--base-url", url, "--tokens", "8", "--json", str(report), "--html", str(page)]
-        script = "from vllm_invariant.cli import app; app()"
+        # As from a terminal, also where this process was started in the background, deaf to Ctrl-C.
+        script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        script += "from vllm_invariant.cli import app; app()"
         process = subprocess.Popen(
             [sys.executable, "-c", script, *words],
             stdout=subprocess.PIPE,

@@ -89,9 +89,9 @@ def test_an_engine_pause(engines: Engines, mode: str) -> None:
     poisoner = Poisoner(engine, NAN)
     core = engine.core
     if mode == "abort":
-        for _ in range(4):
+        for steps in (3, 6, 3, 4):  # the second time as far as the place the prompt may be hit to
             names = [engine.add(request) for request in requests]
-            for _ in range(3):
+            for _ in range(steps):
                 engine.llm.llm_engine.step()
             core.pause_scheduler("abort", clear_cache=False)
             assert not engine.scheduler.has_unfinished_requests()
