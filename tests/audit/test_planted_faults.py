@@ -97,7 +97,10 @@ CASES = [
 ]
 # Traced as a conversation, whose second turn depends on the first one's answer.
 DECODED = Case(
-    "decode blocks published", (("layers.3", "self_attn.attn"),), tensor=(KEYS_AND_VALUES,), axis="history"
+    "decode blocks published",
+    (("layers.3", "self_attn.attn"),),
+    tensor=(KEYS_AND_VALUES, "output"),  # of the block itself, or of the first row that read it
+    axis="history",
 )
 
 
