@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
+from vllm_invariant.arithmetic import CHUNK
 from vllm_invariant.ops import recurrent_torch
 
 
@@ -26,7 +27,7 @@ def one_recurrence(stock: Any) -> Any:
         a: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        if getattr(layer, "one_recurrence", False):
+        if getattr(layer, "arithmetic", CHUNK).decode_equals_prefill:
             run(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)
         else:
             stock(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)

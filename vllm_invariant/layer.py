@@ -16,16 +16,18 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from vllm_invariant import backend, checkpoint, cuda, grid, preflight
+from vllm_invariant.arithmetic import CHUNK, Arithmetic
 
 
 class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     """Stock's layer behind a backend that may claim batch invariance."""
 
+    arithmetic: Arithmetic = CHUNK
+
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = preflight.check_engine(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
-        self._grid = options.arithmetic.grid
-        self.one_recurrence = options.arithmetic.decode_equals_prefill
+        self.arithmetic = options.arithmetic
         *_, recurrent_dtype = self.get_state_dtype()
         if recurrent_dtype != torch.float32:
             raise ValueError(
@@ -36,7 +38,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 )
             )
 
-        if current_platform.is_cuda() and self.one_recurrence:
+        if current_platform.is_cuda() and self.arithmetic.decode_equals_prefill:
             from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
 
             cuda_recurrent.check(self.head_k_dim, self.head_v_dim)
@@ -52,10 +54,14 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """Stock's, which on a GPU also tells scheduler and cache that a prefill saves states on its way."""
         spec = super().get_kv_cache_spec(vllm_config)
-        if self.one_recurrence or not current_platform.is_cuda() or spec.mamba_cache_mode != "align":
+        if (
+            self.arithmetic.decode_equals_prefill
+            or not current_platform.is_cuda()
+            or spec.mamba_cache_mode != "align"
+        ):
             return spec
         unit = vllm_config.cache_config.prefix_match_unit or spec.block_size
-        alignment = grid.shared(self._grid, unit)
+        alignment = grid.shared(self.arithmetic.grid, unit)
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=alignment)
 
     @property
@@ -81,7 +87,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """
         per_layer = get_forward_context().attn_metadata
         metadata = per_layer.get(self.prefix) if isinstance(per_layer, dict) else None
-        if self.one_recurrence:
+        if self.arithmetic.decode_equals_prefill:
             if metadata is not None:  # None while memory is profiled: there are no caches yet
                 self._recurrent_core(self, metadata, mixed_qkv, b, a, core_attn_out)
             return
