@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import report
+from benchmarks import graph_time, report
 from vllm_invariant import cuda
 from vllm_invariant.ops import recurrent_cuda
 
@@ -86,29 +86,15 @@ class Layer:
 Launch = Callable[[int], object]  # gets the number of the launch in its graph
 
 
-def timed(launch: Launch, launches: int, replays: int = REPLAYS) -> list[float]:
+def timed(launch: Launch, launches: int) -> list[float]:
     """Microseconds a launch, one figure a replay."""
-    launch(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            launch(i)
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return times[1:]
+    return graph_time.replayed(launch, launches, REPLAYS)
 
 
 def each_shape(launch: Callable[[int, int], object], launches: int) -> dict[str, float]:
     """Median microseconds of every launch shape; ``launch`` gets the number in its graph and the shape."""
     return {
-        name: statistics.median(timed(lambda i, shape=shape: launch(i, shape), launches, replays=3))
+        name: statistics.median(graph_time.replayed(lambda i, shape=shape: launch(i, shape), launches, 3))
         for shape, name in enumerate(recurrent_cuda.shapes())
     }
 

@@ -21,6 +21,7 @@ import httpx
 from benchmarks import bench_client, models, report, servers
 from benchmarks.bench_client import Measurement
 from benchmarks.servers import BenchServer, Mode
+from vllm_invariant.audit import counters
 
 FLAG = {"VLLM_BATCH_INVARIANT": "1", "VLLM_PLUGINS": "vllm_invariant"}
 OFF, BLOCK, GRID = "off", "on, whole blocks", "on, 64-token grid"
@@ -51,8 +52,7 @@ def modes(block: int, options: list[str]) -> list[Mode]:
 def cache_config(server: BenchServer) -> dict[str, str]:
     """What the server says of its cache, from its metrics."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    (line,) = re.findall(r"^vllm:cache_config_info\{(.*)\}", text, flags=re.M)
-    return dict(re.findall(r'(\w+)="([^"]*)"', line))
+    return counters.parse(text).cache
 
 
 def cached_share(server: BenchServer) -> float:

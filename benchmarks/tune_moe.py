@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import graph_time, report
 
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
 ROUTINGS = 8  # different tokens in turn, so that a round's weights do not sit in the cache from the last
@@ -96,20 +96,7 @@ class Bench:
 
     def time(self, tokens: int, config: dict[str, int] | None = None) -> float:
         """Microseconds of a pass, replayed from a graph over all routings; the best of seven."""
-        self.run(tokens, config=config)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for routing in range(ROUTINGS):
-                self.run(tokens, routing, config)
-        times = []
-        for _ in range(8):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1000 * start.elapsed_time(end) / ROUTINGS)
-        return min(times[1:])
+        return min(graph_time.replayed(lambda routing: self.run(tokens, routing, config), ROUTINGS, 7))
 
 
 def compile_one(shape: Experts, candidate: tuple[int, ...]) -> str | None:

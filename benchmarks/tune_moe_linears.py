@@ -10,7 +10,6 @@ at every number of rows, and timed, next to ``torch.nn.functional.linear`` with 
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import graph_time, report
 from benchmarks.tune_moe import TOKENS, bits
 from vllm_invariant.ops.moe_launch import Launch
 
@@ -84,21 +83,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, launch: Launch) -> torch.Tenso
 
 def time(run: Any, inputs: list[torch.Tensor], rows: int) -> float:
     """Microseconds of a call, replayed from a graph; the best of nine."""
-    run(inputs[0][:rows])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x in inputs:
-            run(x[:rows])
-    best = math.inf
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, 1000 * start.elapsed_time(end) / len(inputs))
-    return best
+    return min(graph_time.replayed(lambda i: run(inputs[i][:rows]), len(inputs), 9))
 
 
 def measure(columns: int, depth: int, *, candidates: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class QwenGDNAttentionMetadata(GDNAttentionMetadata):
     Attributes:
         parts: of a mixed step of the chunk arithmetic on a GPU: metadata of its cached rows, of its prefills.
         places: where prefill rows save states on their way.
-        longest: tokens of the step's longest row, with the recurrent arithmetic.
+        longest: tokens of the step's longest row, which the recurrent arithmetic picks a launch by.
 
     """
 
@@ -99,12 +99,8 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> Any:
         m = common_attn_metadata
-        if self.arithmetic.decode_equals_prefill:
-            stock = super().build(
-                common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
-            )
-            return QwenGDNAttentionMetadata(**vars(stock), longest=m.max_query_len)
-        if m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
+        one_recurrence = self.arithmetic.decode_equals_prefill
+        if not one_recurrence and m.is_prefilling is not None and m.seq_lens_cpu_upper_bound is not None:
             remainder = prefill_remainders(m.is_prefilling, m.query_start_loc_cpu.diff())
             if bool(remainder.any()):
                 # Stock's builder takes a one-token row for a prefill only where nothing was
@@ -115,7 +111,9 @@ class QwenGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
         stock = super().build(
             common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build
         )
-        metadata: Any = QwenGDNAttentionMetadata(**vars(stock))
+        metadata: Any = QwenGDNAttentionMetadata(**vars(stock), longest=m.max_query_len)
+        if one_recurrence:
+            return metadata
         metadata.checkpoint = checkpoint.of_prefills(
             metadata.checkpoint, metadata.num_decodes, metadata.num_prefills
         )

@@ -35,15 +35,23 @@ def scored(engine: Engine, ask: Ask, answer: Result, **how: bool) -> tuple[Resul
     return seen.part(len(ask.prompt)), seen.chunk_ends
 
 
-def test_scored_in_one_step(engines: Engines, options: dict[str, object]) -> None:
-    """Generated alone, and together with requests of other lengths; then scored in one prefill."""
-    engine = engines.get(**options, enable_prefix_caching=False)
+def assert_scored_in_one_step(engine: Engine) -> list[Result]:
+    """Generated alone, and together with requests of other lengths; then scored in one prefill.
+
+    Returns what each request generated.
+    """
     expected = engine.alone(requests())
     assert_same(expected, engine.run(requests()).results, "together")
     for ask, answer in zip(requests(), expected, strict=True):
         result, ends = scored(engine, ask, answer)
         assert ends == [len(ask.prompt) + NEW]
         assert_same([answer], [result], f"scored, prompt of {len(ask.prompt)}")
+    return expected
+
+
+def test_scored_in_one_step(engines: Engines, options: dict[str, object]) -> None:
+    """The first form: everything in one prefill."""
+    assert_scored_in_one_step(engines.get(**options, enable_prefix_caching=False))
 
 
 def test_scored_in_any_cuts(engines: Engines, options: dict[str, object]) -> None:

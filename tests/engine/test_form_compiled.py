@@ -5,7 +5,7 @@ In a module of its own: torch keeps what an engine with CUDA graphs took, so it 
 
 import pytest
 
-from tests.engine.test_form import NEW, RECURRENT, requests, scored
+from tests.engine.test_form import RECURRENT, assert_scored_in_one_step, requests, scored
 from tests.gpu import GPU
 from tests.harness import device
 from tests.harness.compare import assert_same
@@ -19,11 +19,7 @@ def test_generated_by_graphs_and_scored(engines: Engines) -> None:
     with engines.fresh(**RECURRENT, enforce_eager=False, enable_prefix_caching=False) as engine:
         config = engine.runner.vllm_config.compilation_config
         assert config.mode.name == device.COMPILED and config.cudagraph_mode.has_full_cudagraphs()
-        expected = engine.alone(requests())
-        assert_same(expected, engine.run(requests()).results, "together")
+        expected = assert_scored_in_one_step(engine)
         for ask, answer in zip(requests(), expected, strict=True):
-            result, ends = scored(engine, ask, answer)
-            assert ends == [len(ask.prompt) + NEW]
-            assert_same([answer], [result], f"scored, prompt of {len(ask.prompt)}")
             with budget(engine, 33):
                 assert_same([answer], [scored(engine, ask, answer)[0]], "scored 33 tokens a step")
