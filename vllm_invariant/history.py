@@ -108,6 +108,10 @@ class HistoryMixin(Scheduler):
                 request, f"needs {need} KV-cache blocks for its prompt; the engine has {self.capacity}"
             )
 
+    def is_rejected(self, request: Request) -> bool:
+        """Whether the request ends with an error in this step's outputs: no more of it is computed."""
+        return request.request_id in self.encoder_cache_mismatch_reqs
+
     @property
     def capacity(self) -> int:
         """Blocks that requests can have; the filler block is nobody's."""

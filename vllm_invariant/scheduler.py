@@ -68,7 +68,7 @@ class GridSchedulerMixin(JunctionMixin):
         num_external_computed_tokens: int = 0,
     ) -> int:
         """Narrow a chunk to where it may end.  0: no grid step fits, the request waits."""
-        if self.waits_for_its_own_blocks(request):
+        if self.is_rejected(request) or self.waits_for_its_own_blocks(request):
             return 0
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         # A resumed request's own tokens are prefilled only if that gives the bits decode gave.

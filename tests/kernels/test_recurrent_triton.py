@@ -241,6 +241,7 @@ def test_a_decode_step_can_be_captured() -> None:
     expected = out.clone()
     states, taps = graph.states.clone(), graph.taps.clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # else it writes the states while they are cloned
     with torch.cuda.stream(stream):
         step(graph)
     torch.cuda.synchronize()

@@ -4,6 +4,7 @@
 import contextlib
 import importlib.metadata
 import os
+import random
 import re
 import signal
 import socket
@@ -41,10 +42,16 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port nobody listens on just now.
+
+    Not one that the system gives out by itself: a server listens only after loading its libraries, and a
+    connection somebody opens meanwhile could get that port.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def tail(log: Path, lines: int = 30) -> str:
