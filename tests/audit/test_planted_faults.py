@@ -44,9 +44,10 @@ class Case:
         ask: the traced request.
         way: arguments of `second_way`.
         axis: on which the audit sees it.
-        wide: it needs as many heads as a released model has.
+        wide: it needs as many heads as a released model has, and more layers.
         tries: other prompts to try, since the fault moves few bits.
         server: options of the audited server, which the audit's own chances need.
+        tokens: of each audited answer.
 
     """
 
@@ -60,6 +61,7 @@ class Case:
     wide: bool = False
     tries: int = 1
     server: tuple[str, ...] = ()
+    tokens: int = 16
 
     @property
     def marked(self) -> Any:
@@ -84,7 +86,7 @@ CASES = [
     # The step's output may round to the same bits while the state already does not.
     Case("packed decode off", RECURRENCE, "cuda", ("output", "recurrent state after")),
     # One and two rows a program add up in another order; a rounded output shows it once in 100,000 values.
-    Case("norm pin off", ANY_NORM, "cuda", ask=FEW, way=BATCH, axis="batch", wide=True, tries=20),
+    Case("norm pin off", ANY_NORM, "cuda", ask=FEW, way=BATCH, axis="batch", wide=True, tries=20, tokens=96),
     Case("chunk kernel in mixed steps", RECURRENCE, "cpu"),
     Case("norm by rows", NORM, "cpu"),
     Case(
@@ -122,11 +124,13 @@ def engine(case: Case, checkpoint: Path) -> tuple[str, list[str]]:
     """Checkpoint and options."""
     memory = 1 << 30 if case.wide else 256 << 20
     if case.wide:
-        heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
-        checkpoint = make_checkpoint(checkpoint.parent / "wide", Shape(config=heads))
+        wide = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_hidden_layers": 8}
+        checkpoint = make_checkpoint(checkpoint.parent / "wide", Shape(config=wide))
     options = [*OPTIONS, "--kv-cache-memory-bytes", str(memory)]
     if device.NAME == "cuda":
         options += ["--gpu-memory-utilization", str(device.OPTIONS["gpu_memory_utilization"])]
+        if case.fault is None:  # FlashInfer, stock's choice, may not be installed
+            options += ["--additional-config", '{"gdn_prefill_backend": "triton"}']
     return str(checkpoint), options
 
 
@@ -184,7 +188,7 @@ def test_the_audit_finds_it(
     environment(case, tmp_path, monkeypatch)
     report = tmp_path / "report.json"
     model, options = engine(case, checkpoint)
-    words = ["audit", model, "--axis", case.axis, "--tokens", "16", "--json", str(report)]
+    words = ["audit", model, "--axis", case.axis, "--tokens", str(case.tokens), "--json", str(report)]
     words += [*options, *case.server, "--enforce-eager"]
     ended = subprocess.run(
         [sys.executable, "-c", "from vllm_invariant.cli import app; app()", *words],
