@@ -19,6 +19,7 @@ from tests.harness.faults import planted
 from tests.harness.process import run_child
 from tests.harness.prompts import prompt, prompts
 from tests.harness.score import budget
+from vllm_invariant import doctor
 from vllm_invariant.demo.checkpoint import EXPERTS, TINY
 
 pytestmark = pytest.mark.engine
@@ -87,6 +88,8 @@ def test_the_work_is_shared(engine: Engine, kind: str) -> None:
         "all-reduce": {"cpu": "the device's own", "cuda": "custom"}[device.NAME],
     }
     assert engine.on_ranks(ranks.share) == [{"rank": rank, **common} for rank in (0, 1)]
+    text = engine.llm.llm_engine.model_config.hf_text_config
+    assert engine.block == doctor.hybrid_block(text, 64, ranks=2)
     first, second = engine.on_ranks(ranks.modes)
     assert first == second and first["layer"].startswith("vllm_invariant.")
 
@@ -120,7 +123,7 @@ def test_cut(engine: Engine) -> None:
     requests = asks(prompts((65, 200, 513), seed=63), max_tokens=4)
     decoding = Ask(tuple(prompt(20, seed=64)), max_tokens=24)
     expected = alone(engine, [decoding, *requests])
-    for tokens in (65, 130, 192):
+    for tokens in (65, 192):
         with budget(engine, tokens):
             run = engine.run([decoding, *(Ask(r.prompt, r.max_tokens, at=2) for r in requests)])
         ends = [run.record.chunk_ends(i) for i in run.ids[1:]]
