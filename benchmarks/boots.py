@@ -26,13 +26,13 @@ LENGTHS = (3, 63, 64, 65, 129, 300, 513, 700, 1089, 2000)
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 
 
-def serve(args: argparse.Namespace) -> dict[str, Any]:
+def serve(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """What one boot says: a hash of everything it returned, and how many tokens it took from its cache."""
     from vllm import LLM, SamplingParams
 
     vocabulary = SHAPES[args.shape].get("vocab_size", 2048)
     llm = LLM(
-        args.child,
+        model,
         enforce_eager=args.eager,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
@@ -62,21 +62,23 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     return {"hash": digest.hexdigest(), "hit_tokens": hits}
 
 
-def boot(number: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    """Run `serve` in a process with empty caches."""
+def boot(number: int, model: Path, folder: Path) -> dict[str, Any]:
+    """Run `serve` in a process with empty caches, with the options of this one."""
+    answer = folder / f"{number}.json"
     environment = os.environ | {"VLLM_BATCH_INVARIANT": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     environment |= {name: str(folder / f"{number}-{name.lower()}") for name in CACHES}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.boots", "--child", *arguments],
+        [sys.executable, "-m", "benchmarks.boots", *sys.argv[1:], "--child", str(model), str(answer)],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        sys.exit(f"boot {number} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.exit(f"boot {number} failed:\n{done.stdout[-20_000:]}")
+    return json.loads(answer.read_text())
 
 
 def main() -> None:
@@ -90,16 +92,16 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(serve(args)))
+        model, answer = args.child
+        Path(answer).write_text(json.dumps(serve(model, args)))
         return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(args.shape, Path(folder))
-        arguments = [str(model), *sys.argv[1:]]
         with ThreadPoolExecutor() as pool:
-            boots = list(pool.map(lambda i: boot(i, arguments, Path(folder)), range(args.boots)))
+            boots = list(pool.map(lambda i: boot(i, model, Path(folder)), range(args.boots)))
     how = "eager" if args.eager else "compiled, CUDA graphs"
     how += ", expert parallelism" if args.enable_expert_parallel else ""
     ranks, suffix = report.ranks(args.tensor_parallel_size)
