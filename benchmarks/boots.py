@@ -3,7 +3,7 @@
 Each boot is a process of its own whose Triton, Inductor and vLLM caches are new and empty.  It serves the
 same greedy and seeded requests, cold and on a hit, and reports one hash of all token ids and raw logprobs.
 
-    python -m benchmarks.boots [--boots 4] [--shape design8] [--eager]
+    python -m benchmarks.boots [--boots 4] [--shape design8] [--eager] [--tensor-parallel-size 2]
 """
 
 import argparse
@@ -26,13 +26,16 @@ LENGTHS = (3, 63, 64, 65, 129, 300, 513, 700, 1089, 2000)
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 
 
-def serve(model: str, vocabulary: int, eager: bool) -> dict[str, Any]:
+def serve(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """What one boot says: a hash of everything it returned, and how many tokens it took from its cache."""
     from vllm import LLM, SamplingParams
 
+    vocabulary = SHAPES[args.shape].get("vocab_size", 2048)
     llm = LLM(
         model,
-        enforce_eager=eager,
+        enforce_eager=args.eager,
+        tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         max_model_len=4096,
         max_num_batched_tokens=2048,
         max_num_seqs=32,
@@ -59,20 +62,23 @@ def serve(model: str, vocabulary: int, eager: bool) -> dict[str, Any]:
     return {"hash": digest.hexdigest(), "hit_tokens": hits}
 
 
-def boot(number: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    """Run `serve` in a process with empty caches."""
+def boot(number: int, model: Path, folder: Path) -> dict[str, Any]:
+    """Run `serve` in a process with empty caches, with the options of this one."""
+    answer = folder / f"{number}.json"
     environment = os.environ | {"VLLM_BATCH_INVARIANT": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     environment |= {name: str(folder / f"{number}-{name.lower()}") for name in CACHES}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.boots", "--child", *arguments],
+        [sys.executable, "-m", "benchmarks.boots", *sys.argv[1:], "--child", str(model), str(answer)],
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        sys.exit(f"boot {number} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.exit(f"boot {number} failed:\n{done.stdout[-20_000:]}")
+    return json.loads(answer.read_text())
 
 
 def main() -> None:
@@ -83,22 +89,27 @@ def main() -> None:
     parser.add_argument("--boots", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, default="design8")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(serve(args.child, SHAPES[args.shape].get("vocab_size", 2048), args.eager)))
+        model, answer = args.child
+        Path(answer).write_text(json.dumps(serve(model, args)))
         return
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(args.shape, Path(folder))
-        arguments = [str(model), "--shape", args.shape, *(["--eager"] if args.eager else [])]
         with ThreadPoolExecutor() as pool:
-            boots = list(pool.map(lambda i: boot(i, arguments, Path(folder)), range(args.boots)))
+            boots = list(pool.map(lambda i: boot(i, model, Path(folder)), range(args.boots)))
     how = "eager" if args.eager else "compiled, CUDA graphs"
-    lines = report.heading(f"{args.boots} fresh boots with empty kernel caches, {args.shape}, {how}")
+    how += ", expert parallelism" if args.enable_expert_parallel else ""
+    ranks, suffix = report.ranks(args.tensor_parallel_size)
+    suffix += "-ep" if args.enable_expert_parallel else ""
+    lines = report.heading(f"{args.boots} fresh boots with empty kernel caches, {args.shape}, {how}{ranks}")
     rows = [[str(i), str(b["hit_tokens"]), f"`{b['hash']}`"] for i, b in enumerate(boots)]
     lines += report.table(["boot", "hit tokens", "SHA-256 of all token ids and logprobs"], rows)
-    report.write(args.out, "boots", lines, boots)
+    report.write(args.out, f"boots{suffix}", lines, boots)
     same = len({b["hash"] for b in boots}) == 1
     sys.exit(0 if same and all(b["hit_tokens"] > 0 for b in boots) else 1)
 

@@ -110,9 +110,10 @@ def lines(found: dict[str, Any], mode: Mode | None, args: argparse.Namespace) ->
         ["maximum selected-token-logprob difference", f"{found['maximum_difference']}"],
         ["verdict", "PASS" if found["passed"] else "FAIL"],
     ]
+    ranks, _ = report.ranks(args.tensor_parallel_size)
     sampling = "greedy, and sampled with a seed" if args.sampled else "greedy"
     return [
-        *report.heading(f"Online validation, {args.model or args.shape}"),
+        *report.heading(f"Online validation, {args.model or args.shape}{ranks}"),
         f"Poisson arrivals, {args.rate:g} a second, at most {args.concurrency} at a time; prompts of "
         f"{', '.join(map(str, PROMPT_CLASSES))} tokens; targets {sampling}.",
         "",
@@ -149,6 +150,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--kv-cache-gib", type=float, default=8.0)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--server-option", action="append", default=[], help="one more word for vllm serve")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a request may take")
     parser.add_argument("--start-limit", type=float, default=400.0, help="seconds")
@@ -171,7 +173,10 @@ def serve_and_drive(args: argparse.Namespace, scratch: Path) -> tuple[Load, Path
     mode = Mode("online", environment | plugin | {VARIABLE: str(trace)}, (caching, *args.server_option))
     model = args.model or models.make_model(args.shape, args.models or scratch / "models")
     common = servers.common_options(
-        max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, kv_cache_gib=args.kv_cache_gib
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gib=args.kv_cache_gib,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     with servers.running([mode], model, common, work, together=True, limit=args.start_limit) as running:
         load = asyncio.run(drive(running["online"].url, servers.NAME, args, args.vocabulary))
@@ -189,9 +194,10 @@ def main() -> None:
             load, trace, mode = serve_and_drive(args, Path(scratch))
             found = judge(load, trace, args)
     name = args.model.name if args.model else args.shape
+    _, ranks = report.ranks(args.tensor_parallel_size)
     report.write(
         args.out,
-        f"online-validation-{name}{'-control' * args.control}",
+        f"online-validation-{name}{ranks}{'-control' * args.control}",
         lines(found, mode, args),
         json.loads(json.dumps(found)),
     )

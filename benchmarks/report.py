@@ -52,6 +52,13 @@ def heading(title: str) -> list[str]:
     ]
 
 
+def ranks(tensor_parallel_size: int) -> tuple[str, str]:
+    """What a title and a file's name say of the number of GPUs; nothing of one."""
+    if tensor_parallel_size == 1:
+        return "", ""
+    return f", tensor-parallel size {tensor_parallel_size}", f"-tp{tensor_parallel_size}"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table; every column but the first is aligned right."""
     return [

@@ -142,9 +142,10 @@ def lines(
                 goal = f"{GOALS[name]:.2f}" if name in GOALS and workload == "c16" else ""
                 figures = (report.median_and_spread([r[k] for r in results]) for k in FIGURES)
                 rows.append([name, workload[1:], *figures, ratio, goal])
+    ranks, _ = report.ranks(args.tensor_parallel_size)
     ttft = ["mean TTFT (ms)", "median TTFT (ms)"]
     return [
-        *report.heading(f"Prefix cache under the flag, {args.shape}"),
+        *report.heading(f"Prefix cache under the flag, {args.shape}{ranks}"),
         f"Prompts of {args.prefix_len} shared and {args.suffix_len} own tokens, {args.output_len} generated. "
         f"Block {block} tokens. Median of {args.rounds} rounds (lowest to highest).",
         "",
@@ -178,6 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--kv-cache-gib", type=float, default=8.0)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--server-option", action="append", default=[], help="one more word for vllm serve")
     parser.add_argument("--one-by-one", action="store_true", help="do not start the servers together")
     parser.add_argument("--start-limit", type=float, default=400.0, help="seconds")
@@ -197,7 +199,10 @@ def main() -> None:
         work = args.work or Path(scratch)
         model = models.make_model(args.shape, args.models or Path(scratch) / "models")
         common = servers.common_options(
-            max_model_len=args.max_model_len, max_num_seqs=args.max_num_seqs, kv_cache_gib=args.kv_cache_gib
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            kv_cache_gib=args.kv_cache_gib,
+            tensor_parallel_size=args.tensor_parallel_size,
         )
         with servers.running(
             chosen, model, common, work / "logs", together=not args.one_by_one, limit=args.start_limit
@@ -209,7 +214,10 @@ def main() -> None:
     raw = {
         w: {n: [{k: r[k] for k in FIGURES} for r in rs] for n, rs in by.items()} for w, by in found.items()
     }
-    report.write(args.out, f"prefix-cache-{args.shape}", lines(args, chosen, block, shares, found), raw)
+    _, ranks = report.ranks(args.tensor_parallel_size)
+    report.write(
+        args.out, f"prefix-cache-{args.shape}{ranks}", lines(args, chosen, block, shares, found), raw
+    )
 
 
 if __name__ == "__main__":

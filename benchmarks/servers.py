@@ -42,9 +42,12 @@ class Mode:
         return " ".join(["env", *unset, *shown, "vllm serve MODEL", shlex.join(self.options)])
 
 
-def common_options(*, max_model_len: int, max_num_seqs: int, kv_cache_gib: float) -> list[str]:
-    """Options of every server, whatever its mode."""
+def common_options(
+    *, max_model_len: int, max_num_seqs: int, kv_cache_gib: float, tensor_parallel_size: int = 1
+) -> list[str]:
+    """Options of every server, whatever its mode.  The cache's size is a GPU's."""
     options = [
+        *("--tensor-parallel-size", str(tensor_parallel_size)),
         *("--max-model-len", str(max_model_len)),
         *("--max-num-seqs", str(max_num_seqs)),
         *("--kv-cache-memory-bytes", str(int(kv_cache_gib * GIB))),

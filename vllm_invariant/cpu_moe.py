@@ -44,14 +44,14 @@ def tiles_of(experts: torch.Tensor, rows: int = ROWS) -> list[tuple[int, torch.T
     """Split (token, place) pairs by expert, at most ``rows`` to a tile.
 
     Args:
-        experts: (pairs,) integer, the expert of each pair.
+        experts: (pairs,) integer, the expert of each pair; below zero if it is on another rank.
 
     Returns:
         (expert, indices of its pairs) of each tile; experts without a token have none.
 
     """
-    order = experts.argsort(stable=True)
-    counts = experts.bincount().tolist()
+    order = experts.argsort(stable=True)[int(experts.lt(0).sum()) :]
+    counts = experts[order].bincount().tolist()
     shares = enumerate(order.split(counts))
     return [(e, tile) for e, share in shares if len(share) for tile in share.split(rows)]
 
@@ -66,14 +66,15 @@ def run_experts(
         w13: (experts, 2 * width, hidden).
         w2: (experts, hidden, width).
         weights: (tokens, top k) float32.
-        ids: (tokens, top k) integer, each token's experts.
+        ids: (tokens, top k) integer, each token's experts by their place in ``w13``; below zero if an expert
+            is on another rank, which then adds its part.
 
     Returns:
         (tokens, hidden), of ``x``'s dtype.
 
     """
     tokens, top_k = ids.shape
-    out = x.new_empty(tokens * top_k, x.shape[-1])
+    out = x.new_zeros(tokens * top_k, x.shape[-1])
     for e, pairs in tiles_of(ids.flatten().long()):
         out[pairs] = run_tile(x[pairs // top_k], w13[e], w2[e])
     # One product and one sum at a time: a fused or a vectorised reduction may round in another order.
@@ -112,7 +113,7 @@ class TiledCPUExperts(CPUUnquantizedExperts):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return not moe_parallel_config.use_ep
+        return not moe_parallel_config.use_all2all_kernels
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Weights stay as they were loaded."""
@@ -126,12 +127,15 @@ class TiledCPUExperts(CPUUnquantizedExperts):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         *args: Any,
+        expert_map: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write (tokens, hidden) to ``output``; see `run_experts` for the other shapes."""
-        output.copy_(
-            torch.ops.vllm_invariant.cpu_experts(hidden_states, w1, w2, topk_weights.float(), topk_ids)
-        )
+        """Write (tokens, hidden) to ``output``; see `run_experts` for the other shapes.
+
+        ``expert_map``, (experts of all ranks,), has an expert's place on this rank, or -1.
+        """
+        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        output.copy_(torch.ops.vllm_invariant.cpu_experts(hidden_states, w1, w2, topk_weights.float(), ids))
 
 
 def offer(stock: Any) -> Any:

@@ -6,7 +6,9 @@ import importlib
 import logging
 from typing import Any
 
-from vllm_invariant import seams
+import torch
+
+from vllm_invariant import preflight, seams
 from vllm_invariant.ops import launch, moe_launch
 
 logger = logging.getLogger("vllm.vllm_invariant")
@@ -34,6 +36,34 @@ def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, untested: bool
     for name, choice in row.items():
         module, kernel = launch.KERNELS[name]
         launch.pin(getattr(importlib.import_module(f"{FLA}.{module}"), kernel), choice)
+
+
+def check_all_reduce(group: Any, hidden_size: int) -> None:
+    """Judge the all-reduce of a tensor-parallel group.
+
+    Under the flag stock's custom all-reduce adds up in rank order and takes a message of any size, in
+    pieces.  Where it turned itself off stock falls back to NCCL, which chooses by the message's size.  So
+    stock is asked here, about the shortest message of a step and about one above its buffer.
+
+    Args:
+        group: stock's coordinator of the tensor-parallel ranks.
+        hidden_size: of the model.
+
+    Raises:
+        ValueError: if stock would not take it for every message.
+
+    """
+    custom = getattr(group.device_communicator, "ca_comm", None)
+    messages = (torch.empty(rows, hidden_size, dtype=torch.bfloat16, device="meta") for rows in (1, 1 << 20))
+    if custom is None or not all(map(custom.should_custom_ar, messages)):
+        raise ValueError(
+            preflight.refuse(
+                f"--tensor-parallel-size {group.world_size} on GPUs without vLLM's custom all-reduce",
+                "--tensor-parallel-size 1, or GPUs of one host that reach each other's memory (P2P), and a "
+                "hidden size that is a multiple of 8",
+                "leaves the sum to NCCL, whose order follows the message's size",
+            )
+        )
 
 
 def pin_norm() -> None:

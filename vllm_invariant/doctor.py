@@ -168,7 +168,8 @@ def _launches(config: Any) -> str | None:
 def settings(config: Any) -> dict[str, str]:
     """What an engine with this config would run with."""
     arithmetic, cache, scheduler = _options(config).arithmetic, config.cache_config, config.scheduler_config
-    block = hybrid_block(config.model_config.hf_text_config, cache.block_size)
+    ranks = config.parallel_config.tensor_parallel_size
+    block = hybrid_block(config.model_config.hf_text_config, cache.block_size, ranks)
     hits = "off: no prefix caching"
     if cache.enable_prefix_caching:
         hits = f"every {cache.prefix_match_unit or block} tokens"
@@ -183,19 +184,21 @@ def settings(config: Any) -> dict[str, str]:
     }
 
 
-def hybrid_block(text: Any, step: int) -> int:
+def hybrid_block(text: Any, step: int, ranks: int = 1) -> int:
     """Tokens of a block: the smallest multiple of ``step`` whose keys and values fill a state page.
 
     Args:
         text: the language model's config.
         step: the block size vLLM starts from, tokens.
+        ranks: tensor-parallel size.  Both pages are a rank's share, and every rank has a key-value head.
 
     """
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    values = text.linear_num_value_heads * text.linear_value_head_dim
+    keys = text.linear_num_key_heads * text.linear_key_head_dim // ranks
+    values = text.linear_num_value_heads * text.linear_value_head_dim // ranks
     recurrent = 4 * values * text.linear_key_head_dim  # float32
     convolution = 2 * (text.linear_conv_kernel_dim - 1) * (2 * keys + values)  # bfloat16
-    a_token = 2 * 2 * text.num_key_value_heads * text.head_dim  # key and value, bfloat16
+    heads = max(text.num_key_value_heads // ranks, 1)
+    a_token = 2 * 2 * heads * text.head_dim  # key and value, bfloat16
     return grid.round_block(math.ceil((recurrent + convolution) / a_token), step)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -15,7 +16,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from vllm_invariant import backend, checkpoint, cuda, grid, preflight
+from vllm_invariant import agreement, backend, checkpoint, cuda, grid, preflight
 from vllm_invariant.arithmetic import CHUNK, Arithmetic
 
 
@@ -38,6 +39,10 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
                 )
             )
 
+        if (group := get_tp_group()).world_size > 1:
+            agreement.check(agreement.facts(self.arithmetic), group.cpu_group)
+            if current_platform.is_cuda():
+                cuda.check_all_reduce(group, vllm_config.model_config.get_hidden_size())
         if current_platform.is_cuda() and self.arithmetic.decode_equals_prefill:
             from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
 

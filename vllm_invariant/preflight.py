@@ -29,6 +29,12 @@ ARCHITECTURES = tuple(dict.fromkeys(("Qwen3_5ForCausalLM", *EXPERTS, *WRAPPERS))
 # Attention backends whose decode and prefill agree in bits under the flag.
 SAME_IN_DECODE = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 
+# What stock takes for expert parallelism unless told otherwise; without data parallelism it moves nothing.
+ALL2ALL = "allgather_reducescatter"
+
+# Tensor-parallel sizes that were shown.  Each gives the same bits as itself.
+TENSOR_PARALLEL = (1, 2)
+
 
 def refuse(option: str, works: str, why: str = "is not shown to be batch-invariant yet") -> str:
     """One message in the one form."""
@@ -57,6 +63,11 @@ def set_defaults(vllm_config: Any) -> None:
     inductor = vllm_config.compilation_config.inductor_compile_config
     inductor["deterministic"] = True
     inductor["benchmark_combo_kernel"] = False
+    passes = vllm_config.compilation_config.pass_config
+    if vllm_config.parallel_config.tensor_parallel_size > 1 and passes.fuse_allreduce_rms is None:
+        # Stock leaves it off under the flag, at every optimization level; nothing rests on that here.
+        passes.fuse_allreduce_rms = False
+        logger.info("%s: all-reduce and norm are not fused.", FLAG)
     extra = vllm_config.additional_config
     if isinstance(extra, dict) and extra.get("gdn_prefill_backend", "auto") == "auto":
         extra["gdn_prefill_backend"] = "triton"  # FLA's chunk kernels; ignored on CPU
@@ -124,15 +135,25 @@ def _scheduler(config: Any) -> Iterator[str | None]:
 
 
 def _features(config: Any) -> Iterator[str | None]:
-    parallel = config.parallel_config
     if config.speculative_config is not None:
         yield refuse("speculative decoding", "no --speculative-config")
     if config.kv_transfer_config is not None:
         yield refuse("a KV connector", "no --kv-transfer-config")
     if config.lora_config is not None:
         yield refuse("LoRA", "no --enable-lora")
+    extra = config.additional_config
+    backend = extra.get("gdn_prefill_backend", "auto") if isinstance(extra, dict) else "auto"
+    if backend not in ("auto", "triton"):
+        yield refuse(f'gdn_prefill_backend="{backend}"', 'gdn_prefill_backend="triton"')
+
+
+def _parallel(config: Any) -> Iterator[str | None]:
+    parallel = config.parallel_config
+    size = parallel.tensor_parallel_size
+    if size not in TENSOR_PARALLEL:
+        works = " or ".join(map(str, TENSOR_PARALLEL))
+        yield refuse(f"--tensor-parallel-size {size}", f"--tensor-parallel-size {works}")
     for option, value in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--data-parallel-size", parallel.data_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
@@ -140,10 +161,23 @@ def _features(config: Any) -> Iterator[str | None]:
     ):
         if value > 1:
             yield refuse(f"{option} {value}", f"{option} 1")
-    extra = config.additional_config
-    backend = extra.get("gdn_prefill_backend", "auto") if isinstance(extra, dict) else "auto"
-    if backend not in ("auto", "triton"):
-        yield refuse(f'gdn_prefill_backend="{backend}"', 'gdn_prefill_backend="triton"')
+    for option in ("enable-eplb", "enable-dbo"):
+        if getattr(parallel, option.replace("-", "_")):
+            yield refuse(f"--{option}", f"--no-{option}")
+    if size == 1:
+        return
+    if config.compilation_config.pass_config.fuse_allreduce_rms:
+        yield refuse(
+            '"fuse_allreduce_rms": true in --compilation-config',
+            '"pass_config": {"fuse_allreduce_rms": false}',
+            "takes another all-reduce for small messages",
+        )
+    if config.device_config.device_type == "cuda" and parallel.disable_custom_all_reduce:
+        yield refuse(
+            f"--disable-custom-all-reduce with --tensor-parallel-size {size}",
+            "--no-disable-custom-all-reduce",
+            "leaves the sum to NCCL, whose order follows the message's size",
+        )
 
 
 def _experts(config: Any) -> Iterator[str | None]:
@@ -151,11 +185,10 @@ def _experts(config: Any) -> Iterator[str | None]:
         return
     parallel, kernels = config.parallel_config, ("auto", "triton")
     if parallel.enable_expert_parallel:
-        yield refuse("--enable-expert-parallel", "--no-enable-expert-parallel")
-    if parallel.enable_eplb:
-        yield refuse("--enable-eplb", "--no-enable-eplb")
-    if parallel.enable_dbo:
-        yield refuse("--enable-dbo", "--no-enable-dbo")
+        if parallel.tensor_parallel_size == 1:
+            yield refuse("--enable-expert-parallel", "--no-enable-expert-parallel", "needs a second GPU")
+        if (manager := parallel.all2all_backend) != ALL2ALL:
+            yield refuse(f"--all2all-backend {manager}", f"--all2all-backend {ALL2ALL}")
     if (backend := config.kernel_config.moe_backend) not in kernels:
         yield refuse(f"--moe-backend {backend}", "--moe-backend auto")
     if not getattr(config.model_config.hf_text_config, "norm_topk_prob", True):
@@ -181,6 +214,7 @@ RULES: tuple[Callable[[Any], Iterator[str | None]], ...] = (
     _cache,
     _scheduler,
     _features,
+    _parallel,
     _experts,
     _attention,
 )

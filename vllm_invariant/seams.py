@@ -237,6 +237,13 @@ SEAMS = (
         "get_default_config",
         ("M", "E", "N", "K", "topk", "dtype", "block_shape"),
     ),
+    Seam("S29", "vllm.distributed.parallel_state", "get_tp_group", ()),
+    Seam(
+        "S29",
+        "vllm.distributed.device_communicators.custom_all_reduce",
+        "CustomAllreduce.should_custom_ar",
+        ("self", "inp"),
+    ),
     *(Seam("S22", f"{_FLA}.{module}", kernel) for module, kernel in launch.KERNELS.values()),
 )
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
+from tests.harness import device
 from tests.harness.engine import Engines
 
 pytestmark = pytest.mark.engine
@@ -36,7 +38,16 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         ({"speculative_config": NGRAM}, ["speculative decoding", "use no --speculative-config"]),
         ({"enable_lora": True}, ["LoRA", "use no --enable-lora"]),
         ({"runner": "pooling"}, ["--runner pooling", "use --runner generate"]),
-        ({"tensor_parallel_size": 2}, ["--tensor-parallel-size 2", "use --tensor-parallel-size 1"]),
+        ({"tensor_parallel_size": 4}, ["--tensor-parallel-size 4", "use --tensor-parallel-size 1 or 2"]),
+        ({"data_parallel_size": 2}, ["--data-parallel-size 2", "use --data-parallel-size 1"]),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            ["--decode-context-parallel-size 2", "use --decode-context-parallel-size 1"],
+        ),
+        (
+            {"tensor_parallel_size": 2, "compilation_config": {"pass_config": {"fuse_allreduce_rms": True}}},
+            ['"fuse_allreduce_rms": true', 'use "pass_config": {"fuse_allreduce_rms": false}'],
+        ),
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 2", "use --pipeline-parallel-size 1"]),
         (
             {"additional_config": {"gdn_prefill_backend": "flashinfer"}},
@@ -60,6 +71,15 @@ def test_the_same_engine_without_them_is_accepted(engines: Engines) -> None:
     config = engines.config()
     assert config.cache_config.mamba_ssm_cache_dtype == "float32"
     assert config.cache_config.prefix_match_unit == 64
+
+
+@pytest.mark.skipif(device.NAME == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_two_ranks_are_accepted(engines: Engines, level: int) -> None:
+    """All-reduce and norm stay two operations at every optimization level."""
+    config = engines.config(tensor_parallel_size=2, optimization_level=level, enforce_eager=False)
+    assert config.parallel_config.tensor_parallel_size == 2
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is False
 
 
 def test_a_kv_connector_is_refused(engines: Engines) -> None:

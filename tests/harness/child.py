@@ -10,27 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.harness import ranks
 from tests.harness.engine import Ask, Engine
 
 
 def facts(engine: Engine) -> dict[str, Any]:
-    """Which classes and modes the engine settled on."""
-    layer, attention = engine.layer("0.linear_attn"), engine.layer("3.self_attn.attn")
-    return {
-        "scheduler": _name(type(engine.scheduler)),
-        "layer": _name(type(layer)),
-        "gdn backend": layer.mamba_type.name,
-        "attention": _name(type(attention.impl)),
-        "block": engine.block,
-        "runner": type(engine.runner).__module__,
-        "mode": engine.runner.vllm_config.compilation_config.mode.name,
-        "graphs": engine.runner.vllm_config.compilation_config.cudagraph_mode.name,
-        "plugin modules": sorted(name for name in sys.modules if name.startswith("vllm_invariant.")),
-    }
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Which classes and modes the engine settled on; ranks must agree."""
+    first, *others = engine.on_ranks(ranks.modes)
+    assert all(other == first for other in others), "ranks differ"
+    return {"scheduler": ranks.name_of(type(engine.scheduler)), "block": engine.block, **first}
 
 
 def main() -> None:

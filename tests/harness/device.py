@@ -18,6 +18,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
+    # A test process may have asked for its GPUs, after which a forked worker cannot use them.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Else vLLM wants a memory node of its own for each rank on a CPU.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 # Cache memory of one engine: about 170,000 tokens of the tiny model.

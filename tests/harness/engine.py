@@ -80,9 +80,13 @@ class Engine:
         """Tokens between positions a prefix-cache hit can land on."""
         return self.scheduler.hash_block_size
 
+    def on_ranks(self, look: Callable[[Any], Any]) -> list[Any]:
+        """What ``look`` says of each rank's worker, in that rank's process: an importable function."""
+        return self.llm.collective_rpc(look)
+
     @property
     def runner(self) -> Any:
-        """The model runner in this process."""
+        """The model runner in this process, where there is one rank."""
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def layer(self, name: str) -> Any:

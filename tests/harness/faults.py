@@ -130,6 +130,20 @@ def decode_blocks_published() -> None:
     HistoryMixin._publish = lambda self, request, tokens: self._stock_publish(request, tokens)
 
 
+def one_rank_apart() -> None:
+    """Rank 1 says that it has a torch of its own."""
+    from vllm_invariant import agreement
+
+    stock = agreement.facts
+
+    def facts(*args: Any) -> dict[str, str]:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return stock(*args) | ({"torch": "another"} if get_tp_group().rank_in_group == 1 else {})
+
+    agreement.facts = facts
+
+
 def state_slot_perturbed() -> None:
     """The recurrent state of layer 2 that a prefix-cache hit starts from is disturbed."""
 
@@ -177,4 +191,5 @@ FAULTS: dict[str, Callable[[], None]] = {
     "grid 32": grid_32,
     "decode blocks published": decode_blocks_published,
     "state slot perturbed": state_slot_perturbed,
+    "one rank apart": one_rank_apart,
 }

@@ -101,7 +101,7 @@ def run_child(
         text=True,
         timeout=LIMIT,
     )
-    assert done.returncode == 0, f"the child failed:\n{done.stdout[-3000:]}"
+    assert done.returncode == 0, f"the child failed:\n{done.stdout[-20_000:]}"
     seen = json.loads(out.read_text())
     results = [[Result.from_json(r) for r in run] for run in seen["rounds"]]
     return Child(seen["facts"], results, seen["mixed"])

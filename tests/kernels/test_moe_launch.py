@@ -42,6 +42,30 @@ def test_what_the_table_has_no_row_for_is_stock(monkeypatch: pytest.MonkeyPatch)
         assert ours(*others) == {"stock": 5}
 
 
+# One rank's share of the 35B-A3B shape at tensor-parallel size 2: of each expert, or of the experts.
+SHARES = [Key((9, 0), experts=256, width=256, hidden=2048), Key((9, 0), experts=128, width=512, hidden=2048)]
+each_share = pytest.mark.parametrize("key", SHARES, ids=lambda k: f"{k.experts}x{k.width}")
+
+
+@each_share
+def test_stock_has_one_launch_for_a_share(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the flag, and through the table, which has no row for it."""
+    fused_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.fused_moe")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(moe_launch, "capability", lambda: (9, 0))
+    assert key not in moe_launch.TABLE
+    get_default_config = getattr(fused_moe.get_default_config, "__wrapped__", fused_moe.get_default_config)
+    ours = moe_launch.by_shape(get_default_config)
+    launches = [ours(count, key.experts, key.width, key.hidden, 8, None) for count in (*COUNTS, 100_000)]
+    assert all(launch == launches[0] for launch in launches)
+    fused_moe.get_moe_configs.cache_clear()
+    assert fused_moe.get_moe_configs(key.experts, key.width, None) is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    free = [get_default_config(count, key.experts, key.width, key.hidden, 8, None) for count in COUNTS]
+    assert any(launch != free[0] for launch in free), "void: stock has one launch without the flag, too"
+    fused_moe.get_moe_configs.cache_clear()
+
+
 class Layer:
     """Random experts of a row's shape, on the GPU."""
 
@@ -86,6 +110,44 @@ def test_launches_of_a_row_round_alike(layer: Layer, request: pytest.FixtureRequ
             assert_bitwise(layer.run(slice(count), launch), whole[:count], f"{launch}, {count} tokens")
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1)).cuda()
         assert_bitwise(layer.run(order, launch), whole[order], f"{launch}, shuffled")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shared_out"),
+    [
+        pytest.param(SHARES[0], False, marks=GPU, id="half-as-wide"),
+        pytest.param(Key((9, 0), experts=256, width=512, hidden=2048), True, marks=GPU, id="half-as-many"),
+    ],
+    indirect=["layer"],
+)
+def test_a_share_rounds_alike(layer: Layer, shared_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stock's launch, whatever the number of tokens; with expert parallelism other ranks have the rest."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    experts = len(layer.w13)
+    mine = experts // 2 if shared_out else experts
+    options = {}
+    if shared_out:
+        places = [e if e < mine else -1 for e in range(experts)]
+        options = {
+            "global_num_experts": experts,
+            "expert_map": torch.tensor(places, dtype=torch.int32, device="cuda"),
+        }
+
+    def run(count: int) -> torch.Tensor:
+        return fused_experts(
+            layer.x[:count],
+            layer.w13[:mine],
+            layer.w2[:mine],
+            layer.weights[:count],
+            layer.ids[:count],
+            **options,
+        )
+
+    whole = run(len(layer.x))
+    for count in COUNTS:
+        assert_bitwise(run(count), whole[:count], f"{count} tokens")
 
 
 @rows_on_gpu

@@ -228,6 +228,29 @@ def test_a_decode_batch(layer: Layer, batch: int) -> None:
     assert_bitwise(state, expected, "states")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_share_of_the_heads(rank: int) -> None:
+    """Half of the heads, as one of two ranks has them, have the bits they have among all."""
+    keys, values = {"cuda": (16, 32), "cpu": (2, 4)}[DEVICE]
+    all_heads, lengths, slots = Layer.random(TOKENS, (keys, values)), [TOKENS - 1, 1], ints(3, 5)
+    options = {"slots": slots, "longest": TOKENS, "cu_seqlens": starts(lengths)}
+    state = pool(values)
+    out = all_heads.run(state, **options)
+    key_heads, value_heads = (slice(rank * n // 2, (rank + 1) * n // 2) for n in (keys, values))
+    parts = all_heads.mixed_qkv.unflatten(1, (-1, DIM)).split([keys, keys, values], dim=1)
+    mine = [part[:, heads] for part, heads in zip(parts, (key_heads, key_heads, value_heads), strict=True)]
+    share = Layer(
+        torch.cat(mine, dim=1).flatten(1),
+        all_heads.a[:, value_heads].contiguous(),
+        all_heads.b[:, value_heads].contiguous(),
+        all_heads.A_log[value_heads].contiguous(),
+        all_heads.dt_bias[value_heads].contiguous(),
+    )
+    own = pool(values)[:, value_heads].contiguous()
+    assert_bitwise(share.run(own, **options), out[:, value_heads].contiguous(), "outputs")
+    assert_bitwise(own, state[:, value_heads].contiguous(), "states")
+
+
 def test_reading_from_another_slot(layer: Layer, whole) -> None:
     """The state read stays as it was."""
     state = pool()

@@ -103,6 +103,17 @@ def test_the_block_it_would_run_with(shape):
     assert doctor.hybrid_block(text, 2048) == 2048
 
 
+def test_the_block_of_two_ranks():
+    """Both pages halve, so the 35B-A3B shape has the block it has on one GPU, 1,056 tokens in stock's steps.
+
+    A rank keeps its one key-value head whole; then the state alone halves.
+    """
+    text = Fake(**TINY | SHAPES["qwen35-35b-a3b"])
+    assert [doctor.hybrid_block(text, step, ranks=2) for step in (16, 64)] == [1056, 1088]
+    text.num_key_value_heads = 1
+    assert [doctor.hybrid_block(text, 64, ranks) for ranks in (1, 2)] == [2112, 1088]
+
+
 def test_settings_follow_the_config():
     config = engine_config()
     config.model_config.hf_text_config = Fake(**TINY)

@@ -41,12 +41,18 @@ def engine() -> Fake:
             data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            enable_expert_parallel=False,
+            all2all_backend="allgather_reducescatter",
+            enable_eplb=False,
+            enable_dbo=False,
+            disable_custom_all_reduce=False,
         ),
         speculative_config=None,
         kv_transfer_config=None,
         lora_config=None,
         attention_config=Fake(backend=None, backend_per_kind={}),
-        compilation_config=Fake(inductor_compile_config={}),
+        compilation_config=Fake(inductor_compile_config={}, pass_config=Fake(fuse_allreduce_rms=None)),
+        device_config=Fake(device_type="cuda"),
         additional_config={},
     )
 
@@ -116,9 +122,9 @@ REFUSALS = [
     ({"kv_transfer_config": Fake()}, "KV connector", "no --kv-transfer-config"),
     ({"lora_config": Fake()}, "LoRA", "no --enable-lora"),
     (
-        {"parallel_config__tensor_parallel_size": 2},
-        "--tensor-parallel-size 2",
-        "--tensor-parallel-size 1",
+        {"parallel_config__tensor_parallel_size": 4},
+        "--tensor-parallel-size 4",
+        "--tensor-parallel-size 1 or 2",
     ),
     (
         {"parallel_config__pipeline_parallel_size": 2},
@@ -135,6 +141,21 @@ REFUSALS = [
         {"parallel_config__prefill_context_parallel_size": 2},
         "--prefill-context-parallel-size 2",
         "--prefill-context-parallel-size 1",
+    ),
+    ({"parallel_config__enable_eplb": True}, "--enable-eplb", "--no-enable-eplb"),
+    ({"parallel_config__enable_dbo": True}, "--enable-dbo", "--no-enable-dbo"),
+    (
+        {
+            "parallel_config__tensor_parallel_size": 2,
+            "compilation_config__pass_config": Fake(fuse_allreduce_rms=True),
+        },
+        '"fuse_allreduce_rms": true',
+        '"fuse_allreduce_rms": false',
+    ),
+    (
+        {"parallel_config__tensor_parallel_size": 2, "parallel_config__disable_custom_all_reduce": True},
+        "--disable-custom-all-reduce",
+        "--no-disable-custom-all-reduce",
     ),
     (
         {"additional_config": {"gdn_prefill_backend": "flashinfer"}},
@@ -163,6 +184,20 @@ def test_refusals(fields, names, works):
         {"cache_config__cache_dtype": "bfloat16"},
         {"additional_config": {"gdn_prefill_backend": "triton"}},
         {"additional_config": None},
+        {"parallel_config__tensor_parallel_size": 2},
+        {
+            "parallel_config__tensor_parallel_size": 2,
+            "compilation_config__pass_config": Fake(fuse_allreduce_rms=False),
+        },
+        # On one rank nothing is added up.
+        {"parallel_config__disable_custom_all_reduce": True},
+        {"compilation_config__pass_config": Fake(fuse_allreduce_rms=True)},
+        # On a CPU vLLM turns it off itself.
+        {
+            "parallel_config__tensor_parallel_size": 2,
+            "parallel_config__disable_custom_all_reduce": True,
+            "device_config__device_type": "cpu",
+        },
     ],
 )
 def test_what_works_is_accepted(fields):
@@ -254,6 +289,15 @@ def test_defaults_keep_what_the_user_set():
     assert config.cache_config == before.cache_config
     assert config.additional_config == before.additional_config
     assert "bfloat16" in refusal(config), "kept, then refused by name"
+
+
+@pytest.mark.parametrize(("size", "asked", "left"), [(1, None, None), (2, None, False), (2, True, True)])
+def test_all_reduce_and_norm_are_not_fused(size, asked, left):
+    """Between two ranks, where the user left it open."""
+    config = changed(parallel_config__tensor_parallel_size=size)
+    config.compilation_config.pass_config.fuse_allreduce_rms = asked
+    preflight.set_defaults(config)
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is left
 
 
 def test_no_match_unit_without_prefix_caching():

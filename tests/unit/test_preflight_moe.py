@@ -15,7 +15,6 @@ def with_experts(architecture: str = "Qwen3_5MoeForCausalLM", **fields: object) 
     config.model_config.multimodal_config = Fake(language_model_only=True)
     config.model_config.hf_text_config = Fake(norm_topk_prob=True)
     config.kernel_config = Fake(moe_backend="auto")
-    vars(config.parallel_config).update(enable_expert_parallel=False, enable_eplb=False, enable_dbo=False)
     sections = (config.model_config.hf_text_config, config.kernel_config, config.parallel_config)
     for name, value in fields.items():
         owner = next(section for section in sections if hasattr(section, name))
@@ -27,6 +26,10 @@ def with_experts(architecture: str = "Qwen3_5MoeForCausalLM", **fields: object) 
 def test_is_accepted(architecture: str) -> None:
     preflight.check_engine(with_experts(architecture))
     preflight.check_engine(with_experts(architecture, moe_backend="triton"))
+    for apart in (False, True):
+        preflight.check_engine(
+            with_experts(architecture, tensor_parallel_size=2, enable_expert_parallel=apart)
+        )
 
 
 @pytest.mark.parametrize("architecture", preflight.EXPERTS)
@@ -34,8 +37,11 @@ def test_is_accepted(architecture: str) -> None:
     ("fields", "names", "works"),
     [
         ({"enable_expert_parallel": True}, "--enable-expert-parallel", "--no-enable-expert-parallel"),
-        ({"enable_eplb": True}, "--enable-eplb", "--no-enable-eplb"),
-        ({"enable_dbo": True}, "--enable-dbo", "--no-enable-dbo"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": "passthrough"},
+            "--all2all-backend passthrough",
+            "--all2all-backend allgather_reducescatter",
+        ),
         ({"moe_backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass", "--moe-backend auto"),
         ({"moe_backend": "batched_triton"}, "--moe-backend batched_triton", "--moe-backend auto"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false", "normalizes router weights"),

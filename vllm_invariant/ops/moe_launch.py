@@ -7,6 +7,10 @@ row gives the same bits: the kernel adds up each element along ascending depth, 
 instruction, and tiles, warps and stages change who does it but not the order.
 ``benchmarks/tune_moe.py`` classes launches by their bits; a row of the table holds launches of one class,
 and ``tests/kernels/test_moe_launch.py`` runs each row's launches against each other.
+
+A row is for one rank's share.  Two ranks of the 35B-A3B shape have experts half as wide, or half as many with
+expert parallelism, and no row yet: then stock's launch is taken, which under the flag is one for every
+number of tokens and so is invariant by itself.
 """
 
 import functools
@@ -23,8 +27,8 @@ class Key:
 
     Attributes:
         capability: compute capability (major, minor).
-        experts: number of experts.
-        width: of one expert.
+        experts: number of experts on one rank.
+        width: of one rank's share of an expert.
         hidden: of the model.
 
     """
