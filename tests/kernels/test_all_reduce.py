@@ -112,7 +112,7 @@ def refused(rank: int, port: int) -> None:
         cuda.check_all_reduce(group, 1020)
     custom = group.device_communicator.ca_comm
     custom.disabled = True
-    with pytest.raises(ValueError, match="custom all-reduce; use --tensor-parallel-size 1"):
+    with pytest.raises(ValueError, match=r"vLLM's custom all-reduce .*; use --tensor-parallel-size 1"):
         cuda.check_all_reduce(group, HIDDEN[0])
     out = group.all_reduce(torch.ones(8, HIDDEN[0], dtype=torch.bfloat16, device="cuda"))
     assert bool((out == RANKS).all())

@@ -108,14 +108,18 @@ def test_a_fake_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rank_of_two(rank: int, port: int, planted: bool) -> None:
-    """One of two processes over gloo; with ``planted`` they differ."""
+    """One of two processes over gloo; with ``planted`` they differ.
+
+    Tensors are made on another device meanwhile, as while a model is built on a GPU.
+    """
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
     mine = {**SAME, "launch table": f"{rank if planted else 0}"}
-    if not planted:
-        agreement.check(mine, dist.group.WORLD)
-        return
-    with pytest.raises(ValueError, match=re.escape("launch table: 0 on rank 0, 1 on rank 1")):
-        agreement.check(mine, dist.group.WORLD)
+    with torch.device("meta"):
+        if not planted:
+            agreement.check(mine, dist.group.WORLD)
+            return
+        with pytest.raises(ValueError, match=re.escape("launch table: 0 on rank 0, 1 on rank 1")):
+            agreement.check(mine, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["same", "planted"])
