@@ -81,10 +81,11 @@ BY_SHAPE = ("in_proj_qkvz", "in_proj_ba", "out_proj")
 GDN = tuple(f"linear_attn.{name}" for name in BY_SHAPE)
 REST = ("self_attn.qkv_proj", "self_attn.attn", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 BY_ROWS = tuple((f"layers.{i}", operation) for i in range(8) for operation in (*GDN, *REST))
+# The step's output may round to the same bits while the state already does not.
+OUTPUT_OR_STATE = ("output", "recurrent state after")
 FIRST_GDN = tuple(("layers.0", f"linear_attn.{name}") for name in (*BY_SHAPE, "recurrence", "norm"))
 CASES = [
-    # The step's output may round to the same bits while the state already does not.
-    Case("packed decode off", RECURRENCE, "cuda", ("output", "recurrent state after")),
+    Case("packed decode off", RECURRENCE, "cuda", OUTPUT_OR_STATE),
     # One and two rows a program add up in another order; a rounded output shows it once in 100,000 values.
     Case("norm pin off", ANY_NORM, "cuda", ask=FEW, way=BATCH, axis="batch", wide=True, tries=20, tokens=96),
     Case("chunk kernel in mixed steps", RECURRENCE, "cpu"),
@@ -98,7 +99,7 @@ CASES = [
         server=("--max-num-batched-tokens", "104"),  # a step's share is never whole blocks
     ),
     Case("state slot perturbed", STATE, tensor=("recurrent state",), way={"hit": True}, axis="hit"),
-    Case(None, BY_ROWS if device.NAME == "cpu" else FIRST_GDN, axis="batch"),
+    Case(None, BY_ROWS if device.NAME == "cpu" else FIRST_GDN, tensor=OUTPUT_OR_STATE, axis="batch"),
 ]
 # Traced as a conversation, whose second turn depends on the first one's answer.
 DECODED = Case(
