@@ -164,8 +164,14 @@ def _parallel(config: Any) -> Iterator[str | None]:
     for option in ("enable-eplb", "enable-dbo"):
         if getattr(parallel, option.replace("-", "_")):
             yield refuse(f"--{option}", f"--no-{option}")
+    if parallel.ubatch_size > 1:
+        yield refuse(f"--ubatch-size {parallel.ubatch_size}", "--ubatch-size 0")
     if size == 1:
         return
+    if (executor := parallel.distributed_executor_backend) not in (None, "mp"):
+        yield refuse(f"--distributed-executor-backend {executor}", "--distributed-executor-backend mp")
+    if parallel.enable_batch_sharded_sampling:
+        yield refuse("--enable-batch-sharded-sampling", "--no-enable-batch-sharded-sampling")
     if config.compilation_config.pass_config.fuse_allreduce_rms:
         yield refuse(
             '"fuse_allreduce_rms": true in --compilation-config',
@@ -189,6 +195,8 @@ def _experts(config: Any) -> Iterator[str | None]:
             yield refuse("--enable-expert-parallel", "--no-enable-expert-parallel", "needs a second GPU")
         if (manager := parallel.all2all_backend) != ALL2ALL:
             yield refuse(f"--all2all-backend {manager}", f"--all2all-backend {ALL2ALL}")
+        if (placement := parallel.expert_placement_strategy) != "linear":
+            yield refuse(f"--expert-placement-strategy {placement}", "--expert-placement-strategy linear")
     if (backend := config.kernel_config.moe_backend) not in kernels:
         yield refuse(f"--moe-backend {backend}", "--moe-backend auto")
     if not getattr(config.model_config.hf_text_config, "norm_topk_prob", True):

@@ -45,7 +45,11 @@ def engine() -> Fake:
             all2all_backend="allgather_reducescatter",
             enable_eplb=False,
             enable_dbo=False,
+            ubatch_size=0,
             disable_custom_all_reduce=False,
+            distributed_executor_backend=None,
+            enable_batch_sharded_sampling=None,
+            expert_placement_strategy="linear",
         ),
         speculative_config=None,
         kv_transfer_config=None,
@@ -144,6 +148,17 @@ REFUSALS = [
     ),
     ({"parallel_config__enable_eplb": True}, "--enable-eplb", "--no-enable-eplb"),
     ({"parallel_config__enable_dbo": True}, "--enable-dbo", "--no-enable-dbo"),
+    ({"parallel_config__ubatch_size": 2}, "--ubatch-size 2", "--ubatch-size 0"),
+    (
+        {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"},
+        "--distributed-executor-backend ray",
+        "--distributed-executor-backend mp",
+    ),
+    (
+        {"parallel_config__tensor_parallel_size": 2, "parallel_config__enable_batch_sharded_sampling": True},
+        "--enable-batch-sharded-sampling",
+        "--no-enable-batch-sharded-sampling",
+    ),
     (
         {
             "parallel_config__tensor_parallel_size": 2,
@@ -184,7 +199,7 @@ def test_refusals(fields, names, works):
         {"cache_config__cache_dtype": "bfloat16"},
         {"additional_config": {"gdn_prefill_backend": "triton"}},
         {"additional_config": None},
-        {"parallel_config__tensor_parallel_size": 2},
+        {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "mp"},
         {
             "parallel_config__tensor_parallel_size": 2,
             "compilation_config__pass_config": Fake(fuse_allreduce_rms=False),

@@ -42,6 +42,15 @@ def test_is_accepted(architecture: str) -> None:
             "--all2all-backend passthrough",
             "--all2all-backend allgather_reducescatter",
         ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "enable_expert_parallel": True,
+                "expert_placement_strategy": "round_robin",
+            },
+            "--expert-placement-strategy round_robin",
+            "--expert-placement-strategy linear",
+        ),
         ({"moe_backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass", "--moe-backend auto"),
         ({"moe_backend": "batched_triton"}, "--moe-backend batched_triton", "--moe-backend auto"),
         ({"norm_topk_prob": False}, "norm_topk_prob=false", "normalizes router weights"),
