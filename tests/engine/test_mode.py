@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engine.test_form import RECURRENT
 from tests.harness import device
 from tests.harness.compare import assert_same
-from tests.harness.engine import Ask, Engines, asks
+from tests.harness.engine import SOLO, Ask, Engines, asks
 from tests.harness.process import (
     Child,
     Round,
@@ -30,7 +32,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 REQUESTS = asks([prompt(n, seed=90) for n in (1, 63, 65, 129, 300, 700)], max_tokens=12)
 
 
-HITS = [(len(request.prompt) - 1) // 64 * 64 for request in REQUESTS]
+def hits(unit: int) -> list[int]:
+    """Tokens taken from a cache of their own prompts that is hit every ``unit`` tokens."""
+    return [(len(request.prompt) - 1) // unit * unit for request in REQUESTS]
+
+
+# Options of an engine, and where its prefix cache is hit.
+with_each_arithmetic = pytest.mark.parametrize(
+    ("options", "unit"), [({}, 64), (RECURRENT, 16)], ids=["chunk", "recurrent"]
+)
 
 
 def _assert_ours(child: Child, mode: str) -> None:
@@ -41,21 +51,27 @@ def _assert_ours(child: Child, mode: str) -> None:
     assert child.facts["attention"].endswith(device.ATTENTION[0])
 
 
-def test_another_process_with_empty_caches(engines: Engines, checkpoint: Path, tmp_path: Path) -> None:
+@with_each_arithmetic
+def test_another_process_with_empty_caches(
+    engines: Engines, checkpoint: Path, tmp_path: Path, options: dict[str, Any], unit: int
+) -> None:
     """Axis boot: cold together, then hits together, have the bits of this process."""
-    expected = engines.solo(REQUESTS)
+    expected = engines.get(**SOLO, **options).alone(REQUESTS)
     engines.close()
     rounds = [Round(REQUESTS), Round(REQUESTS, cold=False)]
-    child = run_child(checkpoint, tmp_path, rounds, empty_caches(tmp_path / "caches"))
+    child = run_child(checkpoint, tmp_path, rounds, empty_caches(tmp_path / "caches"), **options)
     _assert_ours(child, "NONE")
     cold, warm = child.rounds
     assert [r.cached for r in cold] == [0] * len(REQUESTS)
-    assert [r.cached for r in warm] == HITS
+    assert [r.cached for r in warm] == hits(unit)
     assert_same(expected, cold, "cold")
     assert_same(expected, warm, "warm")
 
 
-def test_a_compiled_engine(engines: Engines, checkpoint: Path, tmp_path: Path) -> None:
+@with_each_arithmetic
+def test_a_compiled_engine(
+    engines: Engines, checkpoint: Path, tmp_path: Path, options: dict[str, Any], unit: int
+) -> None:
     """Compiled: alone, together and on hits agree, in one boot and in another with empty caches.
 
     torch.compile rounds in an order of its own, so a compiled engine is compared with itself.
@@ -69,13 +85,14 @@ def test_a_compiled_engine(engines: Engines, checkpoint: Path, tmp_path: Path) -
     ):
         folder = tmp_path / name
         folder.mkdir()
-        child = run_child(checkpoint, folder, rounds, empty_caches(folder / "caches"), enforce_eager=False)
+        caches = empty_caches(folder / "caches")
+        child = run_child(checkpoint, folder, rounds, caches, enforce_eager=False, **options)
         _assert_ours(child, device.COMPILED)
         boots.append(child.rounds)
     expected = [result for each in boots[0][: len(REQUESTS)] for result in each]
     together, warm = boots[0][len(REQUESTS) :]
     assert all(result.cached == 0 for result in expected + together)
-    assert [r.cached for r in warm] == HITS
+    assert [r.cached for r in warm] == hits(unit)
     assert_same(expected, together, "together")
     assert_same(expected, warm, "on hits")
     assert_same(expected, boots[1][0], "in another boot")
@@ -108,7 +125,7 @@ def test_a_server_gives_the_bits_of_an_engine_in_process(engines: Engines, serve
     assert_same(expected, [reply.result for reply in replies], "among others, cold")
 
     replies = post_all(server, [needle, *REQUESTS])
-    assert [reply.result.cached for reply in replies] == [640, *HITS]
+    assert [reply.result.cached for reply in replies] == [640, *hits(64)]
     assert_same(expected, [reply.result for reply in replies], "among others, on hits")
 
 
