@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(D::THREADS, D::MIN_BLOCKS) direct(const __grid
   }
 
   float s[R::COLS][R::E];
-  if (seq.starts_from_state) R::load(s, head_state(g, seq.read, h.head), row, lane);
-  else R::zero(s);
+  // Even where it is not started from: the compiler makes scalars before a branch, and loads in it would wait.
+  R::load(s, head_state(g, seq.starts_from_state ? seq.read : seq.write, h.head), row, lane);
   issue_loads();
   const int* slots = g.slots + blockIdx.z * g.slots_stride;
   Scalars group;
@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(D::THREADS, D::MIN_BLOCKS) direct(const __grid
 #pragma unroll
     for (int c = 0; c < R::OWN; ++c) v[c] = raw_v[c];
     if (i + 1 < seq.tokens) fetch(i + 1);
+    if (i == 0 && !seq.starts_from_state) R::zero(s);
     R::step(s, k, q, now, v, o);
     Own packed;
 #pragma unroll
