@@ -58,8 +58,8 @@ __device__ __forceinline__ Scalars from_lane(const Scalars& x, int lane) {
 
 // Grid: that of `Heads`.
 //
-// Loads come back in the order they were issued, so a token's inputs are asked for before the state, and its
-// scalars are made while the state is on its way.  The less a warp does once the state has come, the more of the
+// A load behind the state's comes back no sooner than they, so a token's inputs are asked for before the state, and
+// its scalars are made while the state is on its way.  The less a warp does once the state has come, the more of the
 // time its registers are a state in flight.
 template <class D>
 __global__ void __launch_bounds__(D::THREADS, D::MIN_BLOCKS) direct(const __grid_constant__ Arguments g) {
