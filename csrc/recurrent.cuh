@@ -209,33 +209,31 @@ struct Rows {
     }
   }
 
-  // Move the rows between registers and a head's (V, K) state; `row` is the first of the COLS rows.  A lane makes
-  // one address: where rows are in order, the distances from it are constants of the instructions.
-  template <class Float4>
-  static __device__ __forceinline__ Float4* at(Float4* own, int c, int j, int lane) {
-    const int slot_row = PERMUTED ? (c ^ first(lane)) - first(lane) : c;
-    return own + slot_row * (kDim / 4) + LANES * j;
-  }
-  static __device__ __forceinline__ int64_t own(int row, int lane) {
-    return static_cast<int64_t>(row + first(lane)) * (kDim / 4) + lane % LANES;
+  // Move the rows between registers and a head's (V, K) state; `row` is the first of the COLS rows.  Where rows are in
+  // order a lane makes one address: the distances from it are constants of the instructions.  Permuted, one address
+  // only moves the walkers' registers: see benchmarks/results/recurrent-profile-h200.md.
+  template <class Float4, class Float>
+  static __device__ __forceinline__ Float4* at(Float* head, int row, int c, int j, int lane) {
+    if (PERMUTED)
+      return reinterpret_cast<Float4*>(head + ((row + (c ^ first(lane))) * kDim + 4 * (lane % LANES) + 4 * LANES * j));
+    Float4* own = reinterpret_cast<Float4*>(head) + (static_cast<int64_t>(row) * (kDim / 4) + lane % LANES);
+    return own + (c * (kDim / 4) + LANES * j);
   }
   static __device__ __forceinline__ void load(float (&s)[COLS][E], const float* head, int row, int lane) {
-    const float4* from = reinterpret_cast<const float4*>(head) + own(row, lane);
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int j = 0; j < E / 4; ++j) {
-        const float4 x = __ldcs(at(from, c, j, lane));
+        const float4 x = __ldcs(at<const float4>(head, row, c, j, lane));
         s[c][4 * j] = x.x, s[c][4 * j + 1] = x.y, s[c][4 * j + 2] = x.z, s[c][4 * j + 3] = x.w;
       }
   }
   static __device__ __forceinline__ void store(const float (&s)[COLS][E], float* head, int row, int lane) {
-    float4* to = reinterpret_cast<float4*>(head) + own(row, lane);
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int j = 0; j < E / 4; ++j)
-        __stcs(at(to, c, j, lane),
+        __stcs(at<float4>(head, row, c, j, lane),
                make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]));
   }
   static __device__ __forceinline__ void zero(float (&s)[COLS][E]) {

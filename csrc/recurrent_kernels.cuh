@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 
 using Decode = Direct<2, 16, 1>;          // one token, or every token's state kept
 using Few = Direct<4, 12, 4>;             // a few tokens
-using Narrow = Tiling<2, 4, 4, 1, 4>;     // 4 blocks a head, one a multiprocessor
+using Narrow = Tiling<2, 4, 4, 1, 8>;     // 4 blocks a head, one a multiprocessor
 using Middle = Tiling<4, 4, 2, 2, 2>;     // 2 blocks a head, two a multiprocessor
 using Wide = Tiling<8, 4, 2, 2, 1>;       // one block a head, two a multiprocessor
 
