@@ -10,7 +10,7 @@ namespace recurrent {
 
 template <class S>
 dim3 grid_of(const Arguments& g) {
-  return dim3(g.value_heads * S::PARTS, g.sequences);
+  return dim3(g.value_heads / g.key_heads * S::PARTS, g.key_heads, g.sequences);
 }
 
 template <class D>

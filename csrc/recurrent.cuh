@@ -84,13 +84,22 @@ __device__ __forceinline__ float load_either(const void* p, int64_t i, int is_fp
                  : __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
 }
 
-__device__ __forceinline__ Gates gates_of(const Arguments& g, int64_t row, int head) {
-  const float a = load_either(g.a, row * g.a_stride + head, g.ab_is_fp32);
-  const float b = load_either(g.b, row * g.b_stride + head, g.ab_is_fp32);
-  const float x = __fadd_rn(a, load_either(g.dt_bias, head, g.dt_bias_is_fp32));
+// What `gates_of` takes, as it comes from memory.
+struct RawGates {
+  float a, b, A_log, dt_bias;
+};
+
+__device__ __forceinline__ RawGates load_gates(const Arguments& g, int64_t row, int head) {
+  return {load_either(g.a, row * g.a_stride + head, g.ab_is_fp32),
+          load_either(g.b, row * g.b_stride + head, g.ab_is_fp32),
+          load_either(g.A_log, head, g.A_log_is_fp32), load_either(g.dt_bias, head, g.dt_bias_is_fp32)};
+}
+
+__device__ __forceinline__ Gates gates_of(const RawGates& raw) {
+  const float x = __fadd_rn(raw.a, raw.dt_bias);
   const float softplus = x <= kSoftplusThreshold ? log1pf(expf(x)) : x;
-  const float rate = expf(load_either(g.A_log, head, g.A_log_is_fp32));
-  return {expf(-__fmul_rn(rate, softplus)), __frcp_rn(__fadd_rn(1.0f, expf(-b)))};
+  const float rate = expf(raw.A_log);
+  return {expf(-__fmul_rn(rate, softplus)), __frcp_rn(__fadd_rn(1.0f, expf(-raw.b)))};
 }
 
 __device__ __forceinline__ Scalars finish(Sums s, Gates gates) {
@@ -200,17 +209,22 @@ struct Rows {
     }
   }
 
-  // Move the rows between registers and a head's (V, K) state; `row` is the first of the COLS rows.
-  static __device__ __forceinline__ int64_t offset(int row, int c, int j, int lane) {
-    const int slot_row = PERMUTED ? c ^ first(lane) : c;
-    return (row + slot_row) * kDim + 4 * (lane % LANES) + 4 * LANES * j;
+  // Move the rows between registers and a head's (V, K) state; `row` is the first of the COLS rows.  Where rows are in
+  // order a lane makes one address: the distances from it are constants of the instructions.  Permuted, one address
+  // only moves the walkers' registers: see benchmarks/results/recurrent-profile-h200.md.
+  template <class Float4, class Float>
+  static __device__ __forceinline__ Float4* at(Float* head, int row, int c, int j, int lane) {
+    if (PERMUTED)
+      return reinterpret_cast<Float4*>(head + ((row + (c ^ first(lane))) * kDim + 4 * (lane % LANES) + 4 * LANES * j));
+    Float4* own = reinterpret_cast<Float4*>(head) + (static_cast<int64_t>(row) * (kDim / 4) + lane % LANES);
+    return own + (c * (kDim / 4) + LANES * j);
   }
   static __device__ __forceinline__ void load(float (&s)[COLS][E], const float* head, int row, int lane) {
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int j = 0; j < E / 4; ++j) {
-        const float4 x = __ldcs(reinterpret_cast<const float4*>(head + offset(row, c, j, lane)));
+        const float4 x = __ldcs(at<const float4>(head, row, c, j, lane));
         s[c][4 * j] = x.x, s[c][4 * j + 1] = x.y, s[c][4 * j + 2] = x.z, s[c][4 * j + 3] = x.w;
       }
   }
@@ -219,7 +233,7 @@ struct Rows {
     for (int c = 0; c < COLS; ++c)
 #pragma unroll
       for (int j = 0; j < E / 4; ++j)
-        __stcs(reinterpret_cast<float4*>(head + offset(row, c, j, lane)),
+        __stcs(at<float4>(head, row, c, j, lane),
                make_float4(s[c][4 * j], s[c][4 * j + 1], s[c][4 * j + 2], s[c][4 * j + 3]));
   }
   static __device__ __forceinline__ void zero(float (&s)[COLS][E]) {
@@ -230,14 +244,18 @@ struct Rows {
   }
 };
 
-// N consecutive bf16 from memory, as they lie there.
+// N consecutive bf16, an even number, as they lie in memory.  In words: halves would take a register each.
 template <int N>
 struct alignas(N * 2 < 16 ? N * 2 : 16) Packed {
-  uint16_t x[N];
+  static_assert(N % 2 == 0);
+  uint32_t x[N / 2];
   __device__ __forceinline__ float operator[](int i) const {
-    return __uint_as_float(static_cast<unsigned>(x[i]) << 16);
+    return __uint_as_float(i % 2 ? x[i / 2] & 0xffff0000u : x[i / 2] << 16);
   }
-  __device__ __forceinline__ void set(int i, float y) { x[i] = __bfloat16_as_ushort(__float2bfloat16_rn(y)); }
+  __device__ __forceinline__ void set(int i, float y) {
+    const uint32_t half = __bfloat16_as_ushort(__float2bfloat16_rn(y));
+    x[i / 2] = i % 2 ? x[i / 2] & 0xffffu | half << 16 : x[i / 2] & 0xffff0000u | half;
+  }
 };
 
 // A lane's elements of k or q, raw.
@@ -246,9 +264,9 @@ struct RawVector {
   Packed<4> part[E / 4];
 
   __device__ __forceinline__ void load(const __nv_bfloat16* vector, int lane) {
+    const Packed<4>* own = reinterpret_cast<const Packed<4>*>(vector) + lane % kLanes;
 #pragma unroll
-    for (int j = 0; j < E / 4; ++j)
-      part[j] = *reinterpret_cast<const Packed<4>*>(vector + 4 * (lane % kLanes + kLanes * j));
+    for (int j = 0; j < E / 4; ++j) part[j] = own[kLanes * j];
   }
   __device__ __forceinline__ void widen(float (&x)[E]) const {
 #pragma unroll

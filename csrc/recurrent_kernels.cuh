@@ -15,16 +15,18 @@
 
 namespace recurrent {
 
-// Element offsets of a token's row in mixed_qkv.
+// Element offsets of a token's row in mixed_qkv.  The grid is (parts of a head * value heads of a key head, key
+// heads, sequences), so no division is needed to know the key head.
 struct Heads {
   int head;        // value head
   int64_t q, k, v;
 
-  __device__ __forceinline__ Heads(const Arguments& g, int value_head) : head(value_head) {
-    const int key_head = value_head / (g.value_heads / g.key_heads);
+  __device__ __forceinline__ Heads(const Arguments& g, int parts) {
+    const int key_head = blockIdx.y;
+    head = key_head * (gridDim.x / parts) + blockIdx.x / parts;
     q = static_cast<int64_t>(key_head) * kDim;
     k = static_cast<int64_t>(g.key_heads + key_head) * kDim;
-    v = static_cast<int64_t>(2 * g.key_heads + value_head) * kDim;
+    v = static_cast<int64_t>(2 * g.key_heads + head) * kDim;
   }
 };
 
@@ -32,32 +34,68 @@ __device__ __forceinline__ float* head_state(const Arguments& g, int slot, int h
   return g.state + slot * g.state_stride + static_cast<int64_t>(head) * (kDim * kDim);
 }
 
+// The compiler moves no load across this.
+__device__ __forceinline__ void issue_loads() { asm volatile("" ::: "memory"); }
+
 // ---- direct --------------------------------------------------------------------------------------
 
-// A block is a warp.  LONGER is for more than one token: the next token's loads are in flight during a token,
-// and the gates of 32 tokens are made at once.
-template <int COLS, int MIN_BLOCKS_, bool LONGER_>
+// A block is a warp.  It makes the scalars of TOGETHER tokens at once: of one, or of one for each group of lanes.
+template <int COLS, int MIN_BLOCKS_, int TOGETHER_>
 struct Direct {
   using R = Rows<COLS, false>;
   static constexpr int MIN_BLOCKS = MIN_BLOCKS_, THREADS = 32, SHARED = 0;
   static constexpr int PARTS = kDim / R::COLUMNS;  // blocks of a head
-  static constexpr bool LONGER = LONGER_, KEEPS_STATES = true;
+  static constexpr int TOGETHER = TOGETHER_;
+  static constexpr bool KEEPS_STATES = true;
+  static_assert(TOGETHER == 1 || TOGETHER == R::GROUPS);
 };
 
-// Grid: (parts of a head * value heads, sequences).
+__device__ __forceinline__ Scalars from_lane(const Scalars& x, int lane) {
+  return {__shfl_sync(kWarp, x.decay, lane), __shfl_sync(kWarp, x.read, lane),
+          __shfl_sync(kWarp, x.write, lane), __shfl_sync(kWarp, x.out_state, lane),
+          __shfl_sync(kWarp, x.out_write, lane)};
+}
+
+// Grid: that of `Heads`.
+//
+// A load behind the state's comes back no sooner than they, so a token's inputs are asked for before the state, and
+// its scalars are made while the state is on its way.  The less a warp does once the state has come, the more of the
+// time its registers are a state in flight.
 template <class D>
 __global__ void __launch_bounds__(D::THREADS, D::MIN_BLOCKS) direct(const __grid_constant__ Arguments g) {
   using R = typename D::R;
-  constexpr bool LONGER = D::LONGER;
   const int lane = threadIdx.x;
-  const Heads h(g, blockIdx.x / D::PARTS);
+  const Heads h(g, D::PARTS);
   const int row = blockIdx.x % D::PARTS * R::COLUMNS + lane / kLanes * R::COLS;
   const int column = row + R::first(lane);
   const bool writes_out = lane % R::COPIES == 0;
-  const Sequence seq = sequence_of(g, blockIdx.y);
+  const Sequence seq = sequence_of(g, blockIdx.z);
+  if (seq.tokens <= 0) return;
   using Own = Packed<R::OWN>;
   Own* out = reinterpret_cast<Own*>(g.out + seq.row * g.out_stride + h.head * kDim + column);
   const int64_t next_out = g.out_stride / R::OWN;
+
+  RawVector raw_k, raw_q, group_k, group_q;
+  Own raw_v;
+  RawGates raw_gates;
+  const auto fetch = [&](int i) {
+    const __nv_bfloat16* x = g.mixed_qkv + (seq.row + i) * g.qkv_stride;
+    raw_k.load(x + h.k, lane);
+    raw_q.load(x + h.q, lane);
+    raw_v = *reinterpret_cast<const Own*>(x + h.v + column);
+    if (D::TOGETHER == 1) raw_gates = load_gates(g, seq.row + i, h.head);
+  };
+  const auto fetch_groups = [&](int i) {
+    // A group without a token repeats the last one.
+    const int64_t token = seq.row + min(i + lane / kLanes, seq.tokens - 1);
+    const __nv_bfloat16* x = g.mixed_qkv + token * g.qkv_stride;
+    group_k.load(x + h.k, lane);
+    group_q.load(x + h.q, lane);
+    raw_gates = load_gates(g, token, h.head);
+  };
+  if (D::TOGETHER > 1) fetch_groups(0);
+  fetch(0);
+  issue_loads();
 
   if (seq.padding) {
     const Own zeros = {};
@@ -65,34 +103,30 @@ __global__ void __launch_bounds__(D::THREADS, D::MIN_BLOCKS) direct(const __grid
       if (writes_out) *out = zeros;
     return;
   }
-  if (seq.tokens <= 0) return;
 
   float s[R::COLS][R::E];
-  if (seq.starts_from_state) R::load(s, head_state(g, seq.read, h.head), row, lane);
-  else R::zero(s);
-  const int* slots = g.slots + blockIdx.y * g.slots_stride;
-  RawVector raw_k, raw_q;
-  Own raw_v;
-  const auto fetch = [&](int i) {
-    const __nv_bfloat16* x = g.mixed_qkv + (seq.row + i) * g.qkv_stride;
-    raw_k.load(x + h.k, lane);
-    raw_q.load(x + h.q, lane);
-    raw_v = *reinterpret_cast<const Own*>(x + h.v + column);
-  };
-  if (LONGER) fetch(0);
-  Gates gates;
+  // Even where it is not started from: the compiler makes scalars before a branch, and loads in it would wait.
+  R::load(s, head_state(g, seq.starts_from_state ? seq.read : seq.write, h.head), row, lane);
+  issue_loads();
+  const int* slots = g.slots + blockIdx.z * g.slots_stride;
+  Scalars group;
   for (int i = 0; i < seq.tokens; ++i, out += next_out) {
-    if (!LONGER) fetch(i), gates = gates_of(g, seq.row + i, h.head);
-    if (LONGER && i % 32 == 0) gates = gates_of(g, seq.row + min(i + lane, seq.tokens - 1), h.head);
     float k[R::E], q[R::E], v[R::OWN], o[R::OWN];
+    if (D::TOGETHER > 1 && i % D::TOGETHER == 0) {
+      if (i > 0) fetch_groups(i);
+      group_k.widen(k);
+      group_q.widen(q);
+      group = finish(sums_of(k, q), gates_of(raw_gates));
+    }
     raw_k.widen(k);
     raw_q.widen(q);
+    const Scalars now = D::TOGETHER > 1 ? from_lane(group, i % D::TOGETHER * kLanes)
+                                        : finish(sums_of(k, q), gates_of(raw_gates));
 #pragma unroll
     for (int c = 0; c < R::OWN; ++c) v[c] = raw_v[c];
-    if (LONGER) fetch(min(i + 1, seq.tokens - 1));
-    Gates now = gates;
-    if (LONGER) now = {__shfl_sync(kWarp, gates.decay, i % 32), __shfl_sync(kWarp, gates.beta, i % 32)};
-    R::step(s, k, q, finish(sums_of(k, q), now), v, o);
+    if (i + 1 < seq.tokens) fetch(i + 1);
+    if (i == 0 && !seq.starts_from_state) R::zero(s);
+    R::step(s, k, q, now, v, o);
     Own packed;
 #pragma unroll
     for (int c = 0; c < R::OWN; ++c) packed.set(c, o[c]);
@@ -180,7 +214,7 @@ __device__ __forceinline__ void make_tile(const Arguments& g, const Heads& h, ty
   // A lane a token: the transcendental functions cost as much for one token as for 32.
   if (lane < T::SHARE && first + lane < count) {
     Scalars* x = &ring.scalars[stage][first + lane];
-    *x = finish({x->decay, x->read, x->write}, gates_of(g, row + first + lane, h.head));
+    *x = finish({x->decay, x->read, x->write}, gates_of(load_gates(g, row + first + lane, h.head)));
   }
   __syncwarp();
 }
@@ -245,15 +279,15 @@ __device__ __forceinline__ void walk(const Arguments& g, const Heads& h, typenam
 // The same in all lanes, and known to be: what depends on it does not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(kWarp, threadIdx.x / 32, 0); }
 
-// Grid: (parts of a head * value heads, sequences).
+// Grid: that of `Heads`.
 template <class T>
 __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_constant__ Arguments g) {
   extern __shared__ __align__(16) unsigned char bytes[];
   typename T::Shared& ring = *reinterpret_cast<typename T::Shared*>(bytes);
   const int lane = threadIdx.x % 32, warp = warp_index();
   const int part = blockIdx.x % T::PARTS;
-  const Heads h(g, blockIdx.x / T::PARTS);
-  const Sequence seq = sequence_of(g, blockIdx.y);
+  const Heads h(g, T::PARTS);
+  const Sequence seq = sequence_of(g, blockIdx.z);
   if (seq.padding) {
     __nv_bfloat16* out = g.out + seq.row * g.out_stride + h.head * kDim + part * T::COLUMNS;
     for (int i = threadIdx.x; i < seq.tokens * T::COLUMNS; i += T::THREADS)
@@ -281,9 +315,9 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 // Picked by times on an H200, which benchmarks/recurrent_table.py takes of every shape.  A shape moves no bit:
 // it says which rows of S share a warp and a block.
 
-using Decode = Direct<2, 16, false>;      // one token, or every token's state kept
-using Few = Direct<4, 11, true>;          // a few tokens
-using Narrow = Tiling<2, 4, 4, 1, 4>;     // 4 blocks a head, one a multiprocessor
+using Decode = Direct<2, 16, 1>;          // one token, or every token's state kept
+using Few = Direct<4, 12, 4>;             // a few tokens
+using Narrow = Tiling<2, 4, 4, 1, 8>;     // 4 blocks a head, one a multiprocessor
 using Middle = Tiling<4, 4, 2, 2, 2>;     // 2 blocks a head, two a multiprocessor
 using Wide = Tiling<8, 4, 2, 2, 1>;       // one block a head, two a multiprocessor
 

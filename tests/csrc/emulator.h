@@ -29,7 +29,7 @@ using std::min;
 struct Index {
   unsigned x, y, z;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -129,24 +129,24 @@ inline void start(unsigned threads) {
 }
 
 // Run a grid, one block after the other.  Returns false if a block's threads wait for ever.
-inline bool launch(unsigned blocks_x, unsigned blocks_y, unsigned threads, std::function<void()> kernel) {
+inline bool launch(Index grid, unsigned threads, std::function<void()> kernel) {
   constexpr int kTurns = 10'000'000;
   body = kernel;
-  for (unsigned y = 0; y < blocks_y; ++y)
-    for (unsigned x = 0; x < blocks_x; ++x) {
-      blockIdx = {x, y, 0};
-      start(threads);
-      unsigned left = threads;
-      for (int turn = 0; left; ++turn) {
-        if (turn == kTurns) return false;
-        for (unsigned i = 0; i < threads; ++i) {
-          current = x % 2 ? threads - 1 - i : i;
-          if (fibers[current].done) continue;
-          swapcontext(&scheduler, &fibers[current].context);
-          left -= fibers[current].done;
-        }
+  gridDim = grid;
+  for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
+    blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
+    start(threads);
+    unsigned left = threads;
+    for (int turn = 0; left; ++turn) {
+      if (turn == kTurns) return false;
+      for (unsigned i = 0; i < threads; ++i) {
+        current = block % 2 ? threads - 1 - i : i;
+        if (fibers[current].done) continue;
+        swapcontext(&scheduler, &fibers[current].context);
+        left -= fibers[current].done;
       }
     }
+  }
   return true;
 }
 

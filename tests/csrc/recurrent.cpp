@@ -33,14 +33,19 @@ alignas(16) unsigned char bytes[228 << 10];  // a block's shared memory
 namespace recurrent {
 
 template <class S>
+Index grid_of(const Arguments& g) {
+  return {unsigned(g.value_heads / g.key_heads * S::PARTS), unsigned(g.key_heads), unsigned(g.sequences)};
+}
+
+template <class S>
 bool launch_direct(const Arguments& g) {
-  return emulator::launch(g.value_heads * S::PARTS, g.sequences, S::THREADS, [&] { direct<S>(g); });
+  return emulator::launch(grid_of<S>(g), S::THREADS, [&] { direct<S>(g); });
 }
 
 template <class S>
 bool launch_tiled(const Arguments& g) {
   std::memset(bytes, 0xff, sizeof bytes);
-  return emulator::launch(g.value_heads * S::PARTS, g.sequences, S::THREADS, [&] { tiled<S>(g); });
+  return emulator::launch(grid_of<S>(g), S::THREADS, [&] { tiled<S>(g); });
 }
 
 struct Shape {
