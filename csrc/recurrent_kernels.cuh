@@ -150,11 +150,11 @@ struct Ring {
   uint64_t full[STAGES], empty[STAGES];
 };
 
-// WARPS walk, MAKERS make.  UNROLL tokens are scheduled together.
-template <int COLS, int WARPS_, int MAKERS_, int MIN_BLOCKS_, int UNROLL_>
+// WARPS walk, MAKERS make.  UNROLL tokens are scheduled together; a ring is STAGES tiles of TOKENS.
+template <int COLS, int WARPS_, int MAKERS_, int MIN_BLOCKS_, int UNROLL_, int TOKENS_, int STAGES_>
 struct Tiling {
   static constexpr int WARPS = WARPS_, MAKERS = MAKERS_, MIN_BLOCKS = MIN_BLOCKS_, UNROLL = UNROLL_;
-  static constexpr int TOKENS = 16, STAGES = 3;
+  static constexpr int TOKENS = TOKENS_, STAGES = STAGES_;
   using R = Rows<COLS, true>;
   static constexpr int COLUMNS = R::COLUMNS * WARPS;
   static constexpr int PARTS = kDim / COLUMNS;  // blocks of a head
@@ -315,10 +315,10 @@ __global__ void __launch_bounds__(T::THREADS, T::MIN_BLOCKS) tiled(const __grid_
 // Picked by times on an H200, which benchmarks/recurrent_table.py takes of every shape.  A shape moves no bit:
 // it says which rows of S share a warp and a block.
 
-using Decode = Direct<2, 16, 1>;          // one token, or every token's state kept
-using Few = Direct<4, 12, 4>;             // a few tokens
-using Narrow = Tiling<2, 4, 4, 1, 8>;     // 4 blocks a head, one a multiprocessor
-using Middle = Tiling<4, 4, 2, 2, 2>;     // 2 blocks a head, two a multiprocessor
-using Wide = Tiling<8, 4, 2, 2, 1>;       // one block a head, two a multiprocessor
+using Decode = Direct<2, 16, 1>;              // one token, or every token's state kept
+using Few = Direct<4, 12, 4>;                 // a few tokens
+using Narrow = Tiling<2, 4, 4, 1, 8, 64, 2>;  // 4 blocks a head, one a multiprocessor
+using Middle = Tiling<4, 4, 2, 2, 2, 16, 3>;  // 2 blocks a head, two a multiprocessor
+using Wide = Tiling<8, 4, 2, 2, 1, 16, 3>;    // one block a head, two a multiprocessor
 
 }  // namespace recurrent
