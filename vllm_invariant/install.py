@@ -129,11 +129,13 @@ def _on_cpu_workers() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
+    from vllm_invariant import cpu_math
     from vllm_invariant.cpu_conv import accept_one_token
     from vllm_invariant.cpu_linear import tile_dispatch
     from vllm_invariant.cpu_moe import offer
     from vllm_invariant.cpu_recurrent import one_recurrence
 
+    cpu_math.settle()  # before the model is built, whose rotary table is its first use of them
     seams.replace(gdn_attention, "_causal_conv1d_fwd_cpu", accept_one_token)
     seams.replace(gdn_attention, "_cpu_gdn_attention_nonspec", one_recurrence)
     seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)

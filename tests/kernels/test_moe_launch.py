@@ -51,7 +51,8 @@ each_share = pytest.mark.parametrize("key", SHARES, ids=lambda k: f"{k.experts}x
 def test_stock_has_one_launch_for_a_share(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the flag, and through the table, which has no row for it."""
     fused_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.fused_moe")
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    flag = vars(fused_moe.envs)  # an engine in this process keeps what it read of the environment
+    monkeypatch.setitem(flag, "VLLM_BATCH_INVARIANT", True)
     monkeypatch.setattr(moe_launch, "capability", lambda: (9, 0))
     assert key not in moe_launch.TABLE
     get_default_config = getattr(fused_moe.get_default_config, "__wrapped__", fused_moe.get_default_config)
@@ -60,7 +61,7 @@ def test_stock_has_one_launch_for_a_share(key: Key, monkeypatch: pytest.MonkeyPa
     assert all(launch == launches[0] for launch in launches)
     fused_moe.get_moe_configs.cache_clear()
     assert fused_moe.get_moe_configs(key.experts, key.width, None) is None
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setitem(flag, "VLLM_BATCH_INVARIANT", False)
     free = [get_default_config(count, key.experts, key.width, key.hidden, 8, None) for count in COUNTS]
     assert any(launch != free[0] for launch in free), "void: stock has one launch without the flag, too"
     fused_moe.get_moe_configs.cache_clear()
