@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_invariant import grid
+from vllm_invariant.arithmetic import CHUNK
 from vllm_invariant.config import InvariantConfig
 
 logger = logging.getLogger("vllm.vllm_invariant")
@@ -168,6 +169,11 @@ def _parallel(config: Any) -> Iterator[str | None]:
         yield refuse(f"--ubatch-size {parallel.ubatch_size}", "--ubatch-size 0")
     if size == 1:
         return
+    if (arithmetic := _options(config).arithmetic).decode_equals_prefill:
+        yield refuse(
+            f'gdn_arithmetic="{arithmetic.name}" with --tensor-parallel-size {size}',
+            f'gdn_arithmetic="{CHUNK.name}", or --tensor-parallel-size 1',
+        )
     if (executor := parallel.distributed_executor_backend) not in (None, "mp"):
         yield refuse(f"--distributed-executor-backend {executor}", "--distributed-executor-backend mp")
     if parallel.enable_batch_sharded_sampling:
@@ -190,6 +196,12 @@ def _experts(config: Any) -> Iterator[str | None]:
     if config.model_config.architecture not in EXPERTS:
         return
     parallel, kernels = config.parallel_config, ("auto", "triton")
+    arithmetic = _options(config).arithmetic
+    if arithmetic.decode_equals_prefill and config.device_config.device_type == "cuda":
+        yield refuse(
+            f'gdn_arithmetic="{arithmetic.name}" for a mixture of experts on a GPU',
+            f'gdn_arithmetic="{CHUNK.name}"',
+        )
     if parallel.enable_expert_parallel:
         if parallel.tensor_parallel_size == 1:
             yield refuse("--enable-expert-parallel", "--no-enable-expert-parallel", "needs a second GPU")

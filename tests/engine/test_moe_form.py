@@ -11,10 +11,11 @@ from tests.engine.test_form import (
     test_scored_in_any_cuts,  # noqa: F401
     test_scored_in_one_step,  # noqa: F401
 )
+from tests.gpu import CPU
 from tests.harness import moe
 from tests.harness.engine import Engines
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, *CPU]  # refused on a GPU, where nobody has run it
 
 
 @pytest.fixture(scope="module", params=list(moe.FAMILIES))

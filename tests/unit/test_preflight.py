@@ -150,6 +150,14 @@ REFUSALS = [
     ({"parallel_config__enable_dbo": True}, "--enable-dbo", "--no-enable-dbo"),
     ({"parallel_config__ubatch_size": 2}, "--ubatch-size 2", "--ubatch-size 0"),
     (
+        {
+            "parallel_config__tensor_parallel_size": 2,
+            "additional_config": {"vllm_invariant": {"gdn_arithmetic": "recurrent"}},
+        },
+        'gdn_arithmetic="recurrent" with --tensor-parallel-size 2',
+        'gdn_arithmetic="chunk"',
+    ),
+    (
         {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "ray"},
         "--distributed-executor-backend ray",
         "--distributed-executor-backend mp",

@@ -62,6 +62,16 @@ def test_refusals(architecture: str, fields: dict[str, object], names: str, work
     assert names in option and works in use
 
 
+@pytest.mark.parametrize("architecture", preflight.EXPERTS)
+def test_the_recurrent_arithmetic_is_for_the_cpu(architecture: str) -> None:
+    config = with_experts(architecture)
+    config.additional_config = {"vllm_invariant": {"gdn_arithmetic": "recurrent"}}
+    option, use = refusal(config).split("; use ")
+    assert "a mixture of experts on a GPU" in option and 'gdn_arithmetic="chunk"' in use
+    config.device_config.device_type = "cpu"
+    preflight.check_engine(config)
+
+
 @pytest.mark.parametrize("architecture", preflight.WRAPPERS)
 def test_images_are_refused(architecture: str) -> None:
     config = with_experts(architecture)
