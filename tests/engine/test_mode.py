@@ -112,7 +112,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def test_a_server_gives_the_bits_of_an_engine_in_process(engines: Engines, server: str) -> None:
     """Over HTTP: alone, among others, cold and on hits."""
-    needle = Ask(tuple(prompt(700, seed=91)), max_tokens=64)
+    needle = Ask(tuple(prompt(700, seed=91)), max_tokens=160)
     expected = engines.solo([needle, *REQUESTS])
     reset_cache(server)
     assert_same(expected[:1], [post(server, needle).result], "alone, cold")
@@ -157,7 +157,7 @@ def test_a_server_shows_what_the_promise_costs(engines: Engines, server: str) ->
         assert reply.result.cached == 0
         assert moved() == ({} if i == 0 else {"floored_hit_tokens": b})
 
-    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=150)
+    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=400)
     with _decoding(server, needle):
         reset_cache(server, running=True)
     cost = moved()

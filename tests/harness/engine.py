@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from tests.harness import device
@@ -227,7 +227,10 @@ def result_of(output: Any) -> Result:
 
 
 class Engines:
-    """At most one live engine.  Asking for other options closes it and builds another."""
+    """At most one live engine in the process.  Asking for another model or other options closes it."""
+
+    # Process groups outlive nobody: a second engine would be built on those of the first.
+    _holder: ClassVar["Engines | None"] = None
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -239,6 +242,9 @@ class Engines:
     def get(self, **options: Any) -> Engine:
         """An engine with these options and an empty prefix cache."""
         device.activate()
+        if Engines._holder not in (self, None):
+            Engines._holder.close()
+        Engines._holder = self
         if self._live is None or self._live.options != options:
             self.close()
             # vLLM walks the whole heap eight times an engine.  What is alive now is mostly modules;

@@ -37,14 +37,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def models(settings: Settings, checkpoint: Path) -> Iterator[Callable[[str | None], Engines]]:
-    """The engine builder of a checkpoint, the random one for None.  Only the last one asked has an engine."""
+    """The engine builder of a checkpoint, the random one for None."""
     builders: dict[str, Engines] = {}
 
     def get(model: str | None) -> Engines:
         name = model or str(checkpoint)
-        for other, builder in builders.items():
-            if other != name:
-                builder.close()
         return builders.setdefault(name, Engines(Path(name)))
 
     yield get
