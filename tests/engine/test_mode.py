@@ -157,7 +157,7 @@ def test_a_server_shows_what_the_promise_costs(engines: Engines, server: str) ->
         assert reply.result.cached == 0
         assert moved() == ({} if i == 0 else {"floored_hit_tokens": b})
 
-    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=400)
+    needle = Ask(tuple(prompt(50, seed=97)), max_tokens=b - 60)  # short of a block
     with _decoding(server, needle):
         reset_cache(server, running=True)
     cost = moved()
