@@ -4,6 +4,7 @@
 Only imported in a worker, and only under the flag: importing stock's layer pulls in its kernels.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,14 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from vllm_invariant import agreement, backend, checkpoint, cuda, grid, preflight
 from vllm_invariant.arithmetic import CHUNK, Arithmetic
+
+
+@functools.cache
+def _check_ranks(group: Any, arithmetic: Arithmetic, hidden_size: int) -> None:
+    """Judge a tensor-parallel group, once and not for each layer."""
+    agreement.check(agreement.facts(arithmetic), group.cpu_group)
+    if current_platform.is_cuda():
+        cuda.check_all_reduce(group, hidden_size)
 
 
 class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
@@ -40,9 +49,7 @@ class InvariantQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             )
 
         if (group := get_tp_group()).world_size > 1:
-            agreement.check(agreement.facts(self.arithmetic), group.cpu_group)
-            if current_platform.is_cuda():
-                cuda.check_all_reduce(group, vllm_config.model_config.get_hidden_size())
+            _check_ranks(group, self.arithmetic, vllm_config.model_config.get_hidden_size())
         if current_platform.is_cuda() and self.arithmetic.decode_equals_prefill:
             from vllm_invariant import cuda_recurrent  # needs Triton, which a CPU has not
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness import device, moe
-from tests.harness.compare import Result, assert_same, differing
+from tests.harness.axes import alone, assert_in_any_order, assert_joined
+from tests.harness.compare import assert_same, differing
 from tests.harness.engine import Ask, Engine, Engines, asks
 from tests.harness.prompts import prompt, prompts
 from tests.harness.score import budget
@@ -35,14 +36,6 @@ def _cold(engine: Engine) -> None:
     engine.reset()
 
 
-def alone(engine: Engine, requests: list[Ask]) -> list[Result]:
-    """Each request by itself, cold; then the cache is empty again."""
-    results = engine.alone([Ask(r.prompt, r.max_tokens, 0, r.temperature, r.seed) for r in requests])
-    assert all(result.cached == 0 for result in results)
-    engine.reset()
-    return results
-
-
 def test_batch(engine: Engine) -> None:
     """Alone, all in one step, and in another order; every expert of every layer is used."""
     requests = asks(prompts(LENGTHS, seed=30), max_tokens=6)
@@ -51,12 +44,7 @@ def test_batch(engine: Engine) -> None:
         expected = alone(engine, requests)
     counts = sum(ids.flatten().long().bincount(minlength=8) for ids in seen)
     assert int(counts.min()) > 0, f"tokens of each expert: {counts.tolist()}"
-    for order in (1, 2):
-        indices = random.Random(order).sample(range(len(requests)), len(requests))
-        run = engine.run([requests[i] for i in indices])
-        assert run.record.shared_prefills() == len(requests)
-        assert_same([expected[i] for i in indices], run.results, f"order {order}")
-        engine.reset()
+    assert_in_any_order(engine, requests, expected)
 
 
 def test_exact_ties(engine: Engine) -> None:
@@ -71,14 +59,8 @@ def test_exact_ties(engine: Engine) -> None:
 
 
 def test_company(engine: Engine) -> None:
-    """Prefills of 2 to 700 tokens join and leave the decode steps of a request."""
-    needle = Ask(tuple(prompt(50, seed=32)), max_tokens=32)
-    joining = [Ask(tuple(prompt(n, seed=33)), 6, at) for n, at in ((2, 4), (64, 5), (300, 12), (700, 20))]
-    requests = [needle, *joining]
-    expected = alone(engine, requests)
-    run = engine.run(requests)
-    assert run.record.mixed_steps(run.ids[0]) >= len(joining)
-    assert_same(expected, run.results)
+    """Prefills join and leave the decode steps of a request."""
+    assert_joined(engine, seed=32)
 
 
 @pytest.mark.parametrize("companions", COMPANIONS)

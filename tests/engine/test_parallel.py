@@ -4,7 +4,6 @@ Workers are processes of their own here, so a rule is turned off in each of them
 """
 
 import functools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 
 from tests.gpu import CPU, TWO_GPUS
 from tests.harness import device, moe, ranks
-from tests.harness.compare import Result, assert_same, differing
+from tests.harness.axes import alone, assert_in_any_order, assert_joined
+from tests.harness.compare import assert_same, differing
 from tests.harness.engine import Ask, Engine, Engines, asks
 from tests.harness.faults import planted
 from tests.harness.process import run_child
@@ -65,14 +65,6 @@ def _cold(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("engine").reset()
 
 
-def alone(engine: Engine, requests: list[Ask]) -> list[Result]:
-    """Each request by itself, cold; then the cache is empty again."""
-    results = engine.alone([Ask(r.prompt, r.max_tokens, 0, r.temperature, r.seed) for r in requests])
-    assert all(result.cached == 0 for result in results)
-    engine.reset()
-    return results
-
-
 def test_the_work_is_shared(engine: Engine, kind: str) -> None:
     """Each rank has its half of the heads, and of each expert or of the experts."""
     experts = {
@@ -99,23 +91,12 @@ def test_batch(engine: Engine) -> None:
     requests = asks(prompts(LENGTHS, seed=60), max_tokens=6)
     requests[3] = Ask(requests[3].prompt, 6, temperature=0.8, seed=5)
     expected = alone(engine, requests)
-    for order in (1, 2):
-        indices = random.Random(order).sample(range(len(requests)), len(requests))
-        run = engine.run([requests[i] for i in indices])
-        assert run.record.shared_prefills() == len(requests)
-        assert_same([expected[i] for i in indices], run.results, f"order {order}")
-        engine.reset()
+    assert_in_any_order(engine, requests, expected)
 
 
 def test_company(engine: Engine) -> None:
-    """Prefills of 2 to 700 tokens join and leave the decode steps of a request."""
-    needle = Ask(tuple(prompt(50, seed=61)), max_tokens=32)
-    joining = [Ask(tuple(prompt(n, seed=62)), 6, at) for n, at in ((2, 4), (64, 5), (300, 12), (700, 20))]
-    requests = [needle, *joining]
-    expected = alone(engine, requests)
-    run = engine.run(requests)
-    assert run.record.mixed_steps(run.ids[0]) >= len(joining)
-    assert_same(expected, run.results)
+    """Prefills join and leave the decode steps of a request."""
+    assert_joined(engine, seed=61)
 
 
 def test_cut(engine: Engine) -> None:

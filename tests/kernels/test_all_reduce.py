@@ -4,7 +4,6 @@ Two numbers have one sum whatever the order, so with two ranks bits alone do not
 That is why each test also says which kernel ran: stock's custom one of one stage, and never NCCL.
 """
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from tests.gpu import TWO_GPUS
 from tests.tolerance import assert_bitwise
+from vllm_invariant.audit.server import free_port
 
 pytestmark = list(TWO_GPUS)
 
@@ -123,7 +123,4 @@ def refused(rank: int, port: int) -> None:
 def test_two_ranks(work: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks do the work, each in a process of its own."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port,), nprocs=RANKS)
+    torch.multiprocessing.spawn(work, args=(free_port(),), nprocs=RANKS)

@@ -1,7 +1,6 @@
 """Ranks that would compute with different things are told apart, by the name of what differs."""
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from vllm_invariant import agreement
 from vllm_invariant.arithmetic import CHUNK, RECURRENT
+from vllm_invariant.audit.server import free_port
 from vllm_invariant.ops import launch, moe_launch
 
 SAME = {"torch": "2.11", "device": "H200"}
@@ -124,7 +124,4 @@ def rank_of_two(rank: int, port: int, planted: bool) -> None:
 
 @pytest.mark.parametrize("planted", [False, True], ids=["same", "planted"])
 def test_two_processes(planted: bool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, args=(port, planted), nprocs=2)
+    torch.multiprocessing.spawn(rank_of_two, args=(free_port(), planted), nprocs=2)
