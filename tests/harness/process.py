@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,10 @@ class Reply:
     done: float
 
 
+# One for all threads: a client of its own per request is slow to make, and would send it late.
+_client = httpx.Client(timeout=300, limits=httpx.Limits(max_connections=None))
+
+
 def _body(request: Ask, **more: Any) -> dict[str, Any]:
     return {
         "model": "demo",
@@ -133,7 +138,7 @@ def _body(request: Ask, **more: Any) -> dict[str, Any]:
 def post(url: str, request: Ask) -> Reply:
     """Send one request to a server's completions API."""
     sent = time.monotonic()
-    response = httpx.post(f"{url}/v1/completions", json=_body(request), timeout=300)
+    response = _client.post(f"{url}/v1/completions", json=_body(request))
     response.raise_for_status()
     body = response.json()
     logprobs = body["choices"][0]["logprobs"]
@@ -157,14 +162,14 @@ def post_all(url: str, requests: Sequence[Ask], between: float = 0.0) -> list[Re
 
 def reset_cache(url: str, *, running: bool = False) -> None:
     """Empty a server's prefix cache; ``running`` preempts all requests for it."""
-    response = httpx.post(f"{url}/reset_prefix_cache", params={"reset_running_requests": running}, timeout=60)
+    response = _client.post(f"{url}/reset_prefix_cache", params={"reset_running_requests": running})
     response.raise_for_status()
     assert response.json()["success"], "the prefix cache is in use"
 
 
 def metrics(url: str) -> dict[str, float]:
     """A server's metrics by name, summed over their labels."""
-    response = httpx.get(f"{url}/metrics", timeout=60)
+    response = _client.get(f"{url}/metrics")
     response.raise_for_status()
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(response.text):
@@ -173,15 +178,22 @@ def metrics(url: str) -> dict[str, float]:
     return values
 
 
-def post_and_leave(url: str, request: Ask, tokens: int) -> None:
-    """Ask for a stream and hang up after some tokens have come."""
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=_body(request, stream=True), timeout=300
-    ) as reply:
+@contextmanager
+def decoding(url: str, request: Ask, tokens: int) -> Iterator[None]:
+    """While a stream runs, once some of its tokens have come; at the end it is hung up on.
+
+    The server has noticed when this returns.  A request that is much too long to end by itself
+    needs no luck to be still running when others come.
+    """
+    with _client.stream("POST", f"{url}/v1/completions", json=_body(request, stream=True)) as reply:
         reply.raise_for_status()
         lines = (line for line in reply.iter_lines() if line.startswith("data: "))
         for _ in range(tokens):
             assert next(lines) != "data: [DONE]", "it had finished already"
+        yield
+        assert metrics(url)["vllm:num_requests_running"], "void: it had finished"
+    while metrics(url)["vllm:num_requests_running"]:
+        time.sleep(0.1)
 
 
 def _token(text: str) -> int:
