@@ -54,7 +54,19 @@ class HistoryMixin(Scheduler):
     def _publish(self, request: Request, num_computed_tokens: int) -> None:
         if not self.arithmetic.decode_equals_prefill:
             num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
-        self._stock_publish(request, num_computed_tokens)
+        if not self._are_published(request, num_computed_tokens):
+            self._stock_publish(request, num_computed_tokens)
+
+    def _are_published(self, request: Request, num_tokens: int) -> bool:
+        """Whether hits land on whole blocks only and all of these are in the prefix cache.
+
+        Told of them again, stock takes them for blocks of this step, which no other request of the step may
+        hit: requests with one prefix would be admitted one a step.
+        """
+        return self.hash_block_size == self.block_size and all(
+            group.num_cached_block.get(request.request_id, 0) >= num_tokens // group.block_size
+            for group in self.kv_cache_manager.coordinator.single_type_managers
+        )
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any) -> Any:
         if not self.invariant:

@@ -96,6 +96,12 @@ SEAMS = (
         "KVCacheCoordinator.cache_blocks",
         ("self", "request", "num_computed_tokens"),
     ),
+    Seam(
+        "S6",
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.cache_blocks",
+        ("self", "request", "num_tokens"),
+    ),
     Seam("S7", "vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
     Seam(
         "S7",

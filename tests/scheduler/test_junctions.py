@@ -42,6 +42,32 @@ def test_siblings_that_come_together(driver: Driver) -> None:
     assert [driver.hits(f"r{n}")[0] for n in range(6)] == [0, BLOCK, *[JUNCTION] * 4]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("unit", [64, BLOCK])
+def test_hits_of_one_prefix_share_a_step(drive: Callable[..., Driver], unit: int, asynchronous: bool) -> None:
+    """Whether they land on the grid or on whole blocks."""
+    driver = drive(block=BLOCK, budget=4096, unit=unit, asynchronous=asynchronous)
+    for number in range(3):
+        driver.add(f"before{number}", sibling(number))
+        driver.run()
+    for number in range(3, 7):
+        driver.add(f"r{number}", sibling(number))
+    driver.step()
+    assert driver.steps[-1].hits == {f"r{n}": BLOCK if unit == BLOCK else JUNCTION for n in range(3, 7)}
+    driver.run()
+
+
+def test_a_block_is_not_hit_in_the_step_that_computes_it(drive: Callable[..., Driver]) -> None:
+    """Hits on whole blocks: who comes together with the first of a prefix waits for it."""
+    driver = drive(block=BLOCK, budget=8192, unit=BLOCK)
+    for number in range(4):
+        driver.add(f"r{number}", sibling(number))
+    driver.run()
+    assert [driver.hits(f"r{n}")[0] for n in range(4)] == [0, *[BLOCK] * 3]
+    assert driver.steps[0].chunks == {"r0": (0, BLOCK)}
+    assert driver.steps[1].hits == {f"r{n}": BLOCK for n in range(1, 4)}, "together, one step later"
+
+
 def test_a_prefix_that_nothing_shares_costs_no_stop(driver: Driver) -> None:
     """Junctions come from prompts that were seen."""
     for number in range(3):
