@@ -8,9 +8,8 @@ import pytest
 # OpenMP threads that spin while another process holds their core make an engine step on a busy
 # machine fifty times longer.  Read once, when torch loads its OpenMP library.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent / "harness" / "waiting"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+# What is started from here waits without starving others; never undone.
+pytest.MonkeyPatch().setenv("PYTHONPATH", str(Path(__file__).parent / "harness/waiting"), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

@@ -156,14 +156,18 @@ def test_a_server_shows_what_the_promise_costs(engines: Engines, server: str) ->
         assert moved() == ({} if i == 0 else {"floored_hit_tokens": b})
 
     needle = Ask(tuple(prompt(50, seed=97)), max_tokens=3500)  # ends when it is hung up on
+    before = _generated(server)
     with decoding(server, needle, tokens=20):
         reset_cache(server, running=True)
         generated = _generated(server)
         while _generated(server) < generated + 20:  # replay is over: these are new
             time.sleep(0.05)
     cost = moved()
+    # Blocks that decode filled: none, unless the machine was slow to ask.
+    blocks = int(len(needle.prompt) + _generated(server) - before) // b
     assert 19 <= cost.pop("replayed_tokens") < needle.max_tokens
-    assert set(cost) <= {"unpublished_decode_blocks"}, "a machine may decode a block before it is asked"
+    assert cost.pop("unpublished_decode_blocks", 0) <= 2 * blocks, "each once, and once more by replay"
+    assert cost == {}
 
     # 512 tokens are whole grid steps; a decode takes one of them, and what is left for the last of
     # several prompts is 63 tokens or fewer.
