@@ -16,7 +16,6 @@ import importlib
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -251,26 +250,12 @@ def render(rows: list[Row], keeping: list[float], floor: list[float]) -> list[st
     ]
 
 
-def passed_tests() -> str:
-    """Run the kernel's tests; the closing line of pytest.
-
-    Raises:
-        SystemExit: if one fails.
-
-    """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode != 0:
-        raise SystemExit(ended.stdout[-4000:])
-    return ended.stdout.strip().splitlines()[-1]
-
-
 def main() -> None:
     """Test, time, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args()
-    tests = passed_tests()
+    tests = report.passed_tests(TESTS)
     cuda.pin_launches(DIM, DIM, "bfloat16", untested=False)
     layer = Layer(max(n * length for n, length in PREFILLS))
     floor = read_write_floor(layer, 256)

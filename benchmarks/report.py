@@ -5,6 +5,7 @@ import json
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -81,6 +82,28 @@ def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
     """The median, and the lowest and highest value if there are several."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) < 2 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratio(values: Sequence[float], against: Sequence[float]) -> str:
+    """Of two series measured in turn, round by round: the median of the rounds' ratios, and their spread.
+
+    A machine whose speed changes from round to round moves both figures of a round.
+    """
+    return median_and_spread([a / b for a, b in zip(values, against, strict=True)], digits=3)
+
+
+def passed_tests(path: str) -> str:
+    """Run tests that a measurement follows; the closing line of pytest.
+
+    Raises:
+        SystemExit: if one fails.
+
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise SystemExit(ended.stdout[-4000:])
+    return ended.stdout.strip().splitlines()[-1]
 
 
 def write(folder: Path, stem: str, lines: Sequence[str], raw: Any) -> None:

@@ -6,11 +6,10 @@ Modes: stock vLLM and vLLM with the plugin, both without the flag; under the fla
 its support answer changed, and the plugin with either arithmetic.  Prefix caching is off in all of them:
 stock's cache blocks do not lie on the token grid, so hits would have other lengths.  Rounds go through the
 modes in turn, forwards and backwards, so that a machine that gets slower or faster does not favour one; a
-figure is the median of the rounds.
+figure is the median of the rounds, and a ratio the median of the rounds' ratios.
 """
 
 import argparse
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -89,15 +88,17 @@ def lines(
         [name, *(report.median_and_spread([r[key] for r in results]) for key, _ in FIGURES)]
         for name, results in found.items()
     ]
-    middle = {n: {k: statistics.median([r[k] for r in rs]) for k, _ in FIGURES} for n, rs in found.items()}
     ratios = [
         [
             f"{of} / {against}",
-            *(f"{middle[of][key] / middle[against][key]:.3f}" for key, _ in FIGURES),
+            *(
+                report.ratio([r[key] for r in found[of]], [r[key] for r in found[against]])
+                for key, _ in FIGURES
+            ),
             "" if goal is None else f"{goal:.2f}",
         ]
         for of, against, goal in RATIOS
-        if of in middle and against in middle
+        if of in found and against in found
     ]
     columns = [column for _, column in FIGURES]
     return [

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import vllm_invariant
 from vllm_invariant import preflight
 from vllm_invariant.arithmetic import Arithmetic
-from vllm_invariant.ops import launch, moe_launch, recurrent_cuda
+from vllm_invariant.ops import launch, linear_launch, moe_launch, recurrent_cuda
 
 # Read by vLLM or by a library under it, in each process by itself.
 VARIABLES = (
@@ -53,6 +53,7 @@ def facts(arithmetic: Arithmetic) -> dict[str, str]:
         "compiled recurrence": _recurrence(arithmetic),
         "launch table": _digest(repr(launch.TABLE).encode()),
         "launch table of the experts": _digest(repr(moe_launch.TABLE).encode()),
+        "launch table of linear layers": _digest(repr(linear_launch.TABLE).encode()),
         **{f"environment variable {name}": os.environ.get(name, "unset") for name in VARIABLES},
     }
 

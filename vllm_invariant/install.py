@@ -93,8 +93,29 @@ def in_worker() -> None:
         cuda.keep_chunk_states()
         cuda.keep_remainders_out_of_decode_graphs()
         cuda.launch_experts_by_shape()
+        _tile_linears_by_rows()
     if current_platform.is_cpu():
         _on_cpu_workers()
+
+
+def _tile_linears_by_rows() -> None:
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.platforms import current_platform
+
+    from vllm_invariant.cuda_linear import by_rows
+    from vllm_invariant.ops import linear_launch
+
+    device = current_platform.get_device_capability()
+    launch = linear_launch.TABLE.get((device.major, device.minor))
+    if launch is not None:  # else stock's, which is as exact
+        layers = "vllm.model_executor.layers"
+        _replace_in(
+            batch_invariant,
+            "linear_batch_invariant",
+            by_rows(launch),
+            f"{layers}.linear",
+            f"{layers}.vocab_parallel_embedding",
+        )
 
 
 def _on_every_worker() -> None:

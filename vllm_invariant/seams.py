@@ -245,6 +245,12 @@ SEAMS = (
     ),
     Seam("S29", "vllm.distributed.parallel_state", "get_tp_group", ()),
     Seam(
+        "S30",
+        "vllm.model_executor.determinism.batch_invariant",
+        "linear_batch_invariant",
+        ("input", "weight", "bias"),
+    ),
+    Seam(
         "S29",
         "vllm.distributed.device_communicators.custom_all_reduce",
         "CustomAllreduce.should_custom_ar",
