@@ -9,17 +9,13 @@ that go through several sets of tokens, so that weights come from memory as they
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import graph_time, models, report
+from benchmarks import graph_time, in_turn, models, report
 
 TOKENS = (1, 8, 32, 64, 128, 256, 2048)
 SETS = 8
@@ -28,7 +24,6 @@ MODES = {
     "stock launch": {"VLLM_BATCH_INVARIANT": "1"},
     "invariant": {"VLLM_BATCH_INVARIANT": "1"},
 }
-READY = "MOE_TABLE"
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 
 
@@ -114,59 +109,29 @@ def child(mode: str, model: Path) -> None:
     """Load, wait for a line of input, measure one mode and print it."""
     layer = Layer(model)
     if mode == "stock launch":
+        from vllm.model_executor.layers import linear
         from vllm.model_executor.layers.fused_moe import fused_moe
 
         fused_moe.get_default_config = fused_moe.get_default_config.__wrapped__
+        linear.linear_batch_invariant = linear.linear_batch_invariant.__wrapped__
     parts = {
         "layer": layer.block,
         "router gate": layer.block.gate,
         "shared expert": layer.block.shared_expert,
     }
-    print(READY, flush=True)
-    sys.stdin.readline()
-    found: dict[str, Any] = {"error": layer.error()}
-    for name, part in parts.items():
-        found[name] = {count: layer.time(part, count) for count in TOKENS}
-    print(READY, json.dumps(found), flush=True)
+
+    def measured() -> dict[str, Any]:
+        times = {name: {count: layer.time(part, count) for count in TOKENS} for name, part in parts.items()}
+        return {"error": layer.error(), **times}
+
+    in_turn.serve(measured)
 
 
-def start(mode: str, model: Path, log: Path) -> subprocess.Popen:
-    """A process for one mode."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.moe_table", "--child", mode, "--model", str(model)],
-        env={**os.environ, **ENVIRONMENT, **MODES[mode]},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log.open("w"),
-        text=True,
-    )
-
-
-def said(process: subprocess.Popen, log: Path) -> str:
-    """What a process says next.  Raises RuntimeError if it ends instead."""
-    for line in process.stdout:
-        if line.startswith(READY):
-            return line.removeprefix(READY).strip()
-    raise RuntimeError(f"a process ended early:\n{log.read_text()[-4000:]}")
-
-
-def measure(model: Path, folder: Path) -> dict[str, Any]:
+def measure(model: Path, logs: Path) -> dict[str, Any]:
     """All modes: loaded together, measured alone."""
-    logs = {mode: folder / f"{mode}.log" for mode in MODES}
-    running = {mode: start(mode, model, logs[mode]) for mode in MODES}
-    try:
-        for mode, process in running.items():
-            said(process, logs[mode])
-        found = {}
-        for mode, process in running.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            found[mode] = json.loads(said(process, logs[mode]))
-        return found
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+    arguments = ("-m", "benchmarks.moe_table", "--model", str(model), "--child")
+    jobs = {mode: in_turn.Job((*arguments, mode), {**ENVIRONMENT, **MODES[mode]}) for mode in MODES}
+    return {mode: answers[0] for mode, answers in in_turn.run(jobs, logs).items()}
 
 
 def lines(shape: str, found: dict[str, Any]) -> list[str]:
@@ -186,9 +151,8 @@ def lines(shape: str, found: dict[str, Any]) -> list[str]:
     return [
         *report.heading(f"A mixture-of-experts layer, {shape}"),
         "Router, routed experts and shared expert of one layer, bfloat16. *stock*: no flag. *stock launch*:",
-        "the flag, with the one launch stock has for it. *invariant*: the flag, with this package's.",
-        "The last four columns are the router's product and the shared expert by themselves: under the flag",
-        "stock keeps cuBLASLt from splitting the depth of a product, and those with few columns take longer.",
+        "the flag, with the launches stock has for it. *invariant*: the flag, with this package's.",
+        "The last four columns are the router's product and the shared expert by themselves.",
         "",
         *report.table(header, rows),
         "Largest distance from float32, in standard deviations of the outputs: "

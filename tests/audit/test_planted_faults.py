@@ -130,8 +130,8 @@ def engine(case: Case, checkpoint: Path) -> tuple[str, list[str]]:
     options = [*OPTIONS, "--kv-cache-memory-bytes", str(memory)]
     if device.NAME == "cuda":
         options += ["--gpu-memory-utilization", str(device.OPTIONS["gpu_memory_utilization"])]
-        if case.fault is None:  # FlashInfer, stock's choice, may not be installed
-            options += ["--additional-config", '{"gdn_prefill_backend": "triton"}']
+        if case.fault is None:
+            options += ["--additional-config", json.dumps(device.STOCK_OPTIONS["additional_config"])]
     return str(checkpoint), options
 
 

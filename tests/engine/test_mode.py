@@ -198,7 +198,8 @@ def test_a_client_that_leaves(engines: Engines, server: str) -> None:
 def test_without_the_flag_everything_is_stock(checkpoint: Path, tmp_path: Path) -> None:
     """The plugin is loaded, returns at once, and leaves no trace in a running engine."""
     unset: dict[str, str | None] = {"VLLM_BATCH_INVARIANT": None}
-    child = run_child(checkpoint, tmp_path, [Round(asks([prompt(70)], max_tokens=2))], unset)
+    rounds = [Round(asks([prompt(70)], max_tokens=2))]
+    child = run_child(checkpoint, tmp_path, rounds, unset, **device.STOCK_OPTIONS)
     assert child.facts["scheduler"].startswith("vllm.v1.core.sched.")
     assert child.facts["layer"].startswith("vllm.model_executor.layers.mamba.gdn.")
     assert child.facts["gdn backend"] == "GDN_ATTN"

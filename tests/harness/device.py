@@ -29,6 +29,11 @@ OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 512 << 20}
 if NAME == "cuda":
     OPTIONS["gpu_memory_utilization"] = 0.1  # only what must be free at start: several suites share a GPU
 
+# Of an engine without the package.  On a GPU stock would use FlashInfer, which need not be installed.
+STOCK_OPTIONS: dict[str, Any] = {}
+if NAME == "cuda":
+    STOCK_OPTIONS["additional_config"] = {"gdn_prefill_backend": "triton"}
+
 # What vLLM makes of an engine that is not eager.
 COMPILED = {"cpu": "DYNAMO_TRACE_ONCE", "cuda": "VLLM_COMPILE"}[NAME]
 

@@ -138,9 +138,11 @@ def test_one_graph_of_torch_compile_serves_any_number_of_rows(weight: torch.Tens
         graphs.append(graph)
         return compile_fx(graph, inputs)
 
-    compiled = torch.compile(lambda rows: ours(rows, weight), dynamic=True, backend=backend)
+    compiled = torch.compile(lambda rows: ours(rows, weight), backend=backend)
     for count in (40, 2050, 17, 300):
-        assert_bitwise(compiled(x[:count]), ours(x[:count], weight), f"{count} rows")
+        rows = x[:count]
+        torch._dynamo.mark_dynamic(rows, 0)  # as vLLM has it: nothing else of a layer varies
+        assert_bitwise(compiled(rows), ours(rows, weight), f"{count} rows")
     assert len(graphs) == 1
 
 

@@ -27,18 +27,20 @@ def _product(
         i_m, i_n = tl.swizzle2d(tile // column_tiles, tile % column_tiles, row_tiles, column_tiles, 8)
         o_m = i_m * BM + tl.arange(0, BM)
         o_n = i_n * BN + tl.arange(0, BN)
-        # What lies behind the last row or column is computed from the first one, and not stored.
-        p_row = p_x + tl.where(o_m < rows, o_m, 0).to(tl.int64) * x_stride
-        p_column = p_w + tl.where(o_n < columns, o_n, 0).to(tl.int64) * depth
+        m_row, m_column = (o_m < rows)[:, None], (o_n < columns)[None, :]
+        p_row = p_x + o_m.to(tl.int64)[:, None] * x_stride
+        p_column = p_w + o_n.to(tl.int64)[None, :] * depth
         # Ascending depth into one accumulator.  This order decides the bits, and none of the sizes does.
         b_out = tl.zeros((BM, BN), dtype=tl.float32)
         for k in tl.range(0, depth, BK, num_stages=STAGES):
+            # Rows that are not there are not read.  With row 0 in their place a tile of 64 rows took 1.7
+            # times as long for 32 rows as for 64.
             inside = EVEN | (k + o_k < depth)
-            b_x = tl.load(p_row[:, None] + (k + o_k)[None, :], mask=inside[None, :], other=0.0)
-            b_w = tl.load(p_column[None, :] + (k + o_k)[:, None], mask=inside[:, None], other=0.0)
+            b_x = tl.load(p_row + (k + o_k)[None, :], mask=m_row & inside[None, :], other=0.0)
+            b_w = tl.load(p_column + (k + o_k)[:, None], mask=m_column & inside[:, None], other=0.0)
             b_out = tl.dot(b_x, b_w, b_out)
         p = p_out + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
-        tl.store(p, b_out.to(p_out.dtype.element_ty), mask=(o_m < rows)[:, None] & (o_n < columns)[None, :])
+        tl.store(p, b_out.to(p_out.dtype.element_ty), mask=m_row & m_column)
 
 
 @triton.jit(do_not_specialize=["rows"])
