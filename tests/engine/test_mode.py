@@ -47,6 +47,7 @@ def _assert_ours(child: Child, mode: str) -> None:
     assert child.facts["layer"].startswith("vllm_invariant.layer.")
     assert child.facts["gdn backend"] == "QWEN_GDN_ATTN"
     assert child.facts["attention"].endswith(device.ATTENTION[0])
+    assert child.facts["linears by rows"] == (device.NAME == "cuda")
 
 
 @with_each_arithmetic
@@ -205,6 +206,7 @@ def test_without_the_flag_everything_is_stock(checkpoint: Path, tmp_path: Path) 
     assert child.facts["gdn backend"] == "GDN_ATTN"
     assert child.facts["attention"].startswith("vllm.v1.attention.backends.")
     assert child.facts["attention"].endswith(device.ATTENTION[1])
+    assert not child.facts["linears by rows"]
     assert set(child.facts["plugin modules"]) <= {"vllm_invariant.plugin", "vllm_invariant.cpu_setup"}
 
 

@@ -58,6 +58,12 @@ def empty_caches(folder: Path) -> dict[str, str]:
     return {name: str(folder / name.lower()) for name in CACHES}
 
 
+def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """Of a process that tests start, with changes; None unsets a variable."""
+    merged: dict[str, str | None] = {**_CLEAN, **device.ENVIRONMENT, **(changes or {})}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
 def run_child(
     model: Path,
     folder: Path,
@@ -91,12 +97,11 @@ def run_child(
             for each in rounds
         ],
     }
-    merged: dict[str, str | None] = {**_CLEAN, **device.ENVIRONMENT, **(environment or {})}
     done = subprocess.run(
         [sys.executable, "-m", "tests.harness.child"],
         input=json.dumps(job),
         cwd=ROOT,
-        env={name: value for name, value in merged.items() if value is not None},
+        env=clean_environment(environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,12 +11,15 @@ from tests.harness import device
 
 def modes(worker: Any) -> dict[str, Any]:
     """Classes and modes, the same on every rank."""
+    from vllm.model_executor.layers.linear import linear_batch_invariant
+
     layer, attention = _module(worker, "0.linear_attn"), _module(worker, "3.self_attn.attn")
     compilation = worker.model_runner.vllm_config.compilation_config
     return {
         "layer": name_of(type(layer)),
         "gdn backend": layer.mamba_type.name,
         "attention": name_of(type(attention.impl)),
+        "linears by rows": getattr(linear_batch_invariant, "vllm_invariant", False),
         "runner": type(worker.model_runner).__module__,
         "mode": compilation.mode.name,
         "graphs": compilation.cudagraph_mode.name,
