@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_invariant.audit import counters
 
 IN_ENGINE = ("vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds")
 ENGINE_TTFT = "mean_engine_ttft_ms"
@@ -76,10 +77,8 @@ def run(measurements: Sequence[Measurement], folder: Path) -> list[tuple[Measure
 
 def engine_time(url: str) -> tuple[float, float]:
     """Seconds that a server's finished requests spent in its engine until their first token; how many."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    seconds = sum(s.value for s in samples if s.name in [f"{name}_sum" for name in IN_ENGINE])
-    return seconds, sum(s.value for s in samples if s.name == f"{IN_ENGINE[0]}_count")
+    totals = counters.totals(httpx.get(f"{url}/metrics", timeout=30).text)
+    return sum(totals.get(f"{name}_sum", 0.0) for name in IN_ENGINE), totals.get(f"{IN_ENGINE[0]}_count", 0.0)
 
 
 def main() -> None:
@@ -92,11 +91,12 @@ def main() -> None:
         parser = FlexibleArgumentParser()
         add_cli_args(parser)
         args = parser.parse_args(job)
-        seconds, count = engine_time(args.base_url)
+        seconds_before, count_before = engine_time(args.base_url)
         bench_serve(args)
-        more, all_ = engine_time(args.base_url)
+        seconds, count = engine_time(args.base_url)
+        mean = 1e3 * (seconds - seconds_before) / (count - count_before)
         saved = Path(args.result_dir, args.result_filename)
-        result = json.loads(saved.read_text()) | {ENGINE_TTFT: 1e3 * (more - seconds) / (all_ - count)}
+        result = json.loads(saved.read_text()) | {ENGINE_TTFT: mean}
         saved.write_text(json.dumps(result))
 
 

@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.models import SHAPES, make_model
+from benchmarks import models, report
 
 LENGTHS = (3, 63, 64, 65, 129, 300, 513, 700, 1089, 2000)
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
@@ -30,7 +29,7 @@ def serve(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """What one boot says: a hash of everything it returned, and how many tokens it took from its cache."""
     from vllm import LLM, SamplingParams
 
-    vocabulary = SHAPES[args.shape].get("vocab_size", 2048)
+    vocabulary = models.vocabulary(args.shape)
     llm = LLM(
         model,
         enforce_eager=args.eager,
@@ -87,7 +86,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--boots", type=int, default=4)
-    parser.add_argument("--shape", choices=SHAPES, default="design8")
+    parser.add_argument("--shape", choices=models.SHAPES, default="design8")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-expert-parallel", action="store_true")
@@ -99,7 +98,7 @@ def main() -> None:
         Path(answer).write_text(json.dumps(serve(model, args)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(args.shape, Path(folder))
+        model = models.make_model(args.shape, Path(folder))
         with ThreadPoolExecutor() as pool:
             boots = list(pool.map(lambda i: boot(i, model, Path(folder)), range(args.boots)))
     how = "eager" if args.eager else "compiled, CUDA graphs"

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import report
 
 MARK = "IN_TURN"  # starts the lines that are for the parent
 
@@ -23,7 +25,7 @@ class Job:
     """
 
     arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str]
 
 
 def serve(measure: Callable[[], Any]) -> None:
@@ -45,7 +47,7 @@ def run(jobs: Mapping[str, Job], logs: Path, rounds: int = 1) -> dict[str, list[
         RuntimeError: if one ends without an answer.
 
     """
-    files = {name: logs / f"{name.replace(' ', '-').replace(',', '')}.log" for name in jobs}
+    files = {name: logs / f"{report.file_name(name)}.log" for name in jobs}
     running = {name: _start(job, files[name]) for name, job in jobs.items()}
     found: dict[str, list[Any]] = {name: [] for name in jobs}
     try:
@@ -64,14 +66,15 @@ def run(jobs: Mapping[str, Job], logs: Path, rounds: int = 1) -> dict[str, list[
 
 
 def _start(job: Job, log: Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *job.arguments],
-        env={**os.environ, **job.environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log.open("w"),
-        text=True,
-    )
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, *job.arguments],
+            env={**os.environ, **job.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
 
 def _said(process: subprocess.Popen, log: Path) -> str:

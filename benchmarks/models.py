@@ -93,6 +93,11 @@ def make_word_tokenizer(path: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, unk_token=end).save_pretrained(path)
 
 
+def vocabulary(name: str) -> int:
+    """Tokens that a shape's checkpoint knows."""
+    return (TINY | SHAPES[name])["vocab_size"]
+
+
 def state_block(name: str) -> int:
     """Tokens of the block vLLM settles on under the flag: the smallest on the grid to hold a state page."""
     c = TINY | SHAPES[name]

@@ -7,7 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ def ranks(tensor_parallel_size: int) -> tuple[str, str]:
     return f", tensor-parallel size {tensor_parallel_size}", f"-tp{tensor_parallel_size}"
 
 
+def file_name(title: str) -> str:
+    """A row's title as a file's name."""
+    return title.replace(" ", "-").replace(",", "")
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table; every column but the first is aligned right."""
     return [
@@ -84,12 +89,13 @@ def median_and_spread(values: Sequence[float], digits: int = 1) -> str:
     return middle if len(values) < 2 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def ratio(values: Sequence[float], against: Sequence[float]) -> str:
-    """Of two series measured in turn, round by round: the median of the rounds' ratios, and their spread.
+def ratio(rounds: Sequence[Mapping[str, float]], against: Sequence[Mapping[str, float]], figure: str) -> str:
+    """Of a figure measured in turn, round by round: the median of the rounds' ratios, and their spread.
 
     A machine whose speed changes from round to round moves both figures of a round.
     """
-    return median_and_spread([a / b for a, b in zip(values, against, strict=True)], digits=3)
+    ratios = [a[figure] / b[figure] for a, b in zip(rounds, against, strict=True)]
+    return median_and_spread(ratios, digits=3)
 
 
 def passed_tests(path: str) -> str:

@@ -11,7 +11,6 @@ being prefilled, goes to the HTTP server and the client: text to tokens, and JSO
 """
 
 import argparse
-import re
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -59,11 +58,8 @@ def cache_config(server: BenchServer) -> dict[str, str]:
 
 def cached_share(server: BenchServer) -> float:
     """Prompt tokens the server took from its cache, of all it was asked."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    pattern = r"^vllm:prefix_cache_{}_total\{{.*\}} (\S+)$"
-    hits, queries = (
-        sum(map(float, re.findall(pattern.format(name), text, flags=re.M))) for name in ("hits", "queries")
-    )
+    totals = counters.totals(httpx.get(f"{server.url}/metrics", timeout=30).text)
+    hits, queries = (totals.get(f"vllm:prefix_cache_{name}_total", 0.0) for name in ("hits", "queries"))
     return hits / queries if queries else 0.0
 
 
@@ -131,7 +127,7 @@ def lines(
     for workload, by_mode in found.items():
         for name, results in by_mode.items():
             base = by_mode[OFF if workload != COLD else BLOCK]
-            ratio = report.ratio([r[MEDIAN] for r in results], [r[MEDIAN] for r in base])
+            ratio = report.ratio(results, base, MEDIAN)
             figures = [report.median_and_spread([r[k] for r in results]) for k in FIGURES]
             if workload == COLD:
                 goal = f"{COLD_GOAL:.2f}" if name == GRID else ""

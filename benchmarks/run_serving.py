@@ -91,10 +91,7 @@ def lines(
     ratios = [
         [
             f"{of} / {against}",
-            *(
-                report.ratio([r[key] for r in found[of]], [r[key] for r in found[against]])
-                for key, _ in FIGURES
-            ),
+            *(report.ratio(found[of], found[against], key) for key, _ in FIGURES),
             "" if goal is None else f"{goal:.2f}",
         ]
         for of, against, goal in RATIOS

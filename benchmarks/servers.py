@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import report
 from vllm_invariant.audit import server
 
 NAME = "bench"  # the model's name in requests
@@ -104,7 +105,7 @@ def running(
     servers: dict[str, BenchServer] = {}
     try:
         for mode in modes:
-            log = logs / f"{mode.name.replace(' ', '-').replace(',', '')}.log"
+            log = logs / f"{report.file_name(mode.name)}.log"
             servers[mode.name] = BenchServer(mode, model, common, log)
             if not together:
                 servers[mode.name].wait_until_ready(limit)

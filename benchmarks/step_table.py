@@ -102,8 +102,7 @@ def kernels(work: Callable[[], object]) -> float:
 
 def child(args: argparse.Namespace) -> None:
     """One mode's process."""
-    vocabulary = models.SHAPES[args.shape].get("vocab_size", 2048)
-    engine = Engine(args.model, vocabulary, recurrent=args.child == RECURRENT)
+    engine = Engine(args.model, models.vocabulary(args.shape), recurrent=args.child == RECURRENT)
     engine.measure()
     in_turn.serve(engine.measure)
 
@@ -117,10 +116,7 @@ def lines(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) ->
     ratios = [
         [
             f"{of} / {against}",
-            *(
-                report.ratio([r[work] for r in found[of]], [r[work] for r in found[against]])
-                for work in NAMES
-            ),
+            *(report.ratio(found[of], found[against], work) for work in NAMES),
             "" if goal is None else f"{1 / goal:.2f}",
         ]
         for of, against, goal in RATIOS
@@ -152,11 +148,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         model = models.make_model(args.shape, args.models or Path(scratch))
-        arguments = ("-m", "benchmarks.step_table", "--shape", args.shape, "--rounds", str(args.rounds))
+        arguments = ("-m", "benchmarks.step_table", "--shape", args.shape, "--model", str(model))
         jobs = {
-            mode.name: in_turn.Job(
-                (*arguments, "--model", str(model), "--child", mode.name), ENVIRONMENT | mode.environment
-            )
+            mode.name: in_turn.Job((*arguments, "--child", mode.name), ENVIRONMENT | mode.environment)
             for mode in modes(Path(scratch) / "plugins", [])
         }
         found = in_turn.run(jobs, Path(scratch), args.rounds)

@@ -96,7 +96,7 @@ def lines(measured: dict[str, list[dict[str, dict[int, float]]]], closing: str) 
     """The report."""
     text = [
         *report.heading("Linear layers under the flag"),
-        "bfloat16. Ratios to *torch*, cuBLAS without the flag: geometric mean over a products (worst).",
+        "bfloat16. Ratios to *torch*, cuBLAS without the flag: geometric mean over the products (worst).",
         "In brackets, tiles for every number of rows: rows, columns, depth, stages, warps.",
         "",
     ]

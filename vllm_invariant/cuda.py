@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_invariant import preflight, seams
-from vllm_invariant.ops import launch, moe_launch
+from vllm_invariant.ops import launch, linear_launch, moe_launch
 
 logger = logging.getLogger("vllm.vllm_invariant")
 
@@ -28,10 +28,7 @@ def pin_launches(head_k_dim: int, head_v_dim: int, dtype: str, *, untested: bool
         ValueError: if the table has no row for this device and model.
 
     """
-    from vllm.platforms import current_platform
-
-    device = current_platform.get_device_capability()
-    capability = (9, 0) if untested else (device.major, device.minor)
+    capability = (9, 0) if untested else moe_launch.capability()
     row = launch.lookup(launch.Key(capability, dtype, head_k_dim, head_v_dim))
     for name, choice in row.items():
         module, kernel = launch.KERNELS[name]
@@ -85,6 +82,19 @@ def launch_experts_by_shape() -> None:
     """Experts: launches from the table, which round alike, in place of one for all."""
     fused_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe")
     seams.replace(fused_moe, "get_default_config", moe_launch.by_shape)
+
+
+def tile_linears_by_rows() -> None:
+    """Linear layers: tiles from the table.  A GPU that it does not have keeps stock's, which is as exact."""
+    from vllm.model_executor.determinism import batch_invariant
+
+    from vllm_invariant.cuda_linear import by_rows
+
+    choice = linear_launch.TABLE.get(moe_launch.capability())
+    if choice is not None:
+        layers = "vllm.model_executor.layers"
+        importers = (f"{layers}.linear", f"{layers}.vocab_parallel_embedding")
+        seams.replace_in(batch_invariant, "linear_batch_invariant", by_rows(choice), *importers)
 
 
 def keep_remainders_out_of_decode_graphs() -> None:

@@ -3,7 +3,6 @@
 
 import functools
 import logging
-import sys
 from typing import Any
 
 from vllm_invariant import preflight, seams
@@ -44,7 +43,9 @@ def in_engine(verdict: Verdict) -> None:
     seams.replace(SchedulerConfig, "get_scheduler_cls", _scheduler_cls)
     seams.replace(batch_invariant, "init_batch_invariance", _init_batch_invariance)
     _wrap_model_configs(verdict)
-    _replace_in(loggers, "load_stat_logger_plugin_factories", add_stat_logger, "vllm.v1.engine.async_llm")
+    seams.replace_in(
+        loggers, "load_stat_logger_plugin_factories", add_stat_logger, "vllm.v1.engine.async_llm"
+    )
     seams.replace(InputProcessor, "process_inputs", check_inputs)
     logger.info("vllm-invariant is in place (%s).", verdict.reason)
 
@@ -93,29 +94,9 @@ def in_worker() -> None:
         cuda.keep_chunk_states()
         cuda.keep_remainders_out_of_decode_graphs()
         cuda.launch_experts_by_shape()
-        _tile_linears_by_rows()
+        cuda.tile_linears_by_rows()
     if current_platform.is_cpu():
         _on_cpu_workers()
-
-
-def _tile_linears_by_rows() -> None:
-    from vllm.model_executor.determinism import batch_invariant
-    from vllm.platforms import current_platform
-
-    from vllm_invariant.cuda_linear import by_rows
-    from vllm_invariant.ops import linear_launch
-
-    device = current_platform.get_device_capability()
-    launch = linear_launch.TABLE.get((device.major, device.minor))
-    if launch is not None:  # else stock's, which is as exact
-        layers = "vllm.model_executor.layers"
-        _replace_in(
-            batch_invariant,
-            "linear_batch_invariant",
-            by_rows(launch),
-            f"{layers}.linear",
-            f"{layers}.vocab_parallel_embedding",
-        )
 
 
 def _on_every_worker() -> None:
@@ -128,7 +109,7 @@ def _on_every_worker() -> None:
     from vllm_invariant.sampling import hold_generators
 
     seams.replace(GPUModelRunner, "sample_tokens", hold_generators)
-    _replace_in(
+    seams.replace_in(
         utils,
         "copy_kv_cache_blocks_inplace",
         copy_whole_pages,
@@ -136,7 +117,7 @@ def _on_every_worker() -> None:
         "vllm.v1.worker.gpu.model_runner",
     )
     connectors = "vllm.distributed.kv_transfer.kv_connector.v1"
-    _replace_in(
+    seams.replace_in(
         ssm_conv_transfer_utils,
         "derive_mamba_conv_split",
         split_as_gdn,
@@ -161,14 +142,6 @@ def _on_cpu_workers() -> None:
     seams.replace(gdn_attention, "_cpu_gdn_attention_nonspec", one_recurrence)
     seams.replace(layer_utils, "dispatch_cpu_unquantized_gemm", tile_dispatch)
     seams.replace(unquantized, "backend_to_kernel_cls", offer)
-
-
-def _replace_in(module: Any, name: str, wrap: Any, *importers: str) -> None:
-    """Replace a function where it is defined, and in modules that already imported its name."""
-    seams.replace(module, name, wrap)
-    for importer in importers:
-        if importer in sys.modules:
-            seams.replace(sys.modules[importer], name, wrap)
 
 
 def _wrap_model_configs(verdict: Verdict) -> None:

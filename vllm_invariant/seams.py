@@ -8,6 +8,7 @@ nothing is installed at all.  ``SEAMS.md`` has a row for each entry, by name.
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -315,3 +316,11 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     ours = wrap(stock)
     ours.vllm_invariant = True
     setattr(owner, name, ours)
+
+
+def replace_in(module: Any, name: str, wrap: Callable[[Any], Any], *importers: str) -> None:
+    """Replace a function where it is defined, and in modules that already imported its name."""
+    replace(module, name, wrap)
+    for importer in importers:
+        if importer in sys.modules:
+            replace(sys.modules[importer], name, wrap)

@@ -1,14 +1,12 @@
 """What the plugin costs an engine that does not ask for it: not one call."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness import device
-from tests.harness.process import LIMIT, ROOT, clean_environment
+from tests.harness.process import run_module
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -18,17 +16,9 @@ OPTIONS = {"max_model_len": 2048, "max_num_seqs": 8, "seed": 0, **device.OPTIONS
 def calls(checkpoint: Path, folder: Path, plugins: str, flag: str | None) -> dict[str, int]:
     """Calls by function, of an engine in a process of its own."""
     out = folder / f"{plugins}-{flag}.json"
-    environment = clean_environment({"VLLM_PLUGINS": plugins, "VLLM_BATCH_INVARIANT": flag})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.calls", str(checkpoint), str(out), json.dumps(OPTIONS)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, f"the child failed:\n{done.stdout[-20_000:]}"
+    environment = {"VLLM_PLUGINS": plugins, "VLLM_BATCH_INVARIANT": flag}
+    arguments = (str(checkpoint), str(out), json.dumps(OPTIONS))
+    run_module("tests.harness.calls", *arguments, environment=environment)
     return json.loads(out.read_text())
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness import device
 from tests.harness.compare import Result
 from tests.harness.engine import Ask
+from vllm_invariant.audit import counters
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 600.0  # seconds; a compiled engine on a busy machine
@@ -58,10 +58,32 @@ def empty_caches(folder: Path) -> dict[str, str]:
     return {name: str(folder / name.lower()) for name in CACHES}
 
 
-def clean_environment(changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Of a process that tests start, with changes; None unsets a variable."""
-    merged: dict[str, str | None] = {**_CLEAN, **device.ENVIRONMENT, **(changes or {})}
-    return {name: value for name, value in merged.items() if value is not None}
+def run_module(
+    *arguments: str, environment: Mapping[str, str | None] | None = None, text: str | None = None
+) -> None:
+    """Run ``python -m`` with these arguments from the tree's root, to its end.
+
+    Args:
+        arguments: module and its arguments.
+        environment: changes to the environment; None unsets a variable.
+        text: its standard input.
+
+    Raises:
+        AssertionError: if the process fails; the message ends with its last output.
+
+    """
+    merged: dict[str, str | None] = {**_CLEAN, **device.ENVIRONMENT, **(environment or {})}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        input=text,
+        cwd=ROOT,
+        env={name: value for name, value in merged.items() if value is not None},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, f"the child failed:\n{done.stdout[-20_000:]}"
 
 
 def run_child(
@@ -97,17 +119,7 @@ def run_child(
             for each in rounds
         ],
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.child"],
-        input=json.dumps(job),
-        cwd=ROOT,
-        env=clean_environment(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 0, f"the child failed:\n{done.stdout[-20_000:]}"
+    run_module("tests.harness.child", environment=environment, text=json.dumps(job))
     seen = json.loads(out.read_text())
     results = [[Result.from_json(r) for r in run] for run in seen["rounds"]]
     return Child(seen["facts"], results, seen["mixed"])
@@ -176,11 +188,7 @@ def metrics(url: str) -> dict[str, float]:
     """A server's metrics by name, summed over their labels."""
     response = _client.get(f"{url}/metrics")
     response.raise_for_status()
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            values[sample.name] = values.get(sample.name, 0.0) + sample.value
-    return values
+    return counters.totals(response.text)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Linear layers by rows: the table's ranges, and on a GPU that no tile moves a bit of stock's."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -162,5 +161,5 @@ def test_what_it_is_not_for_goes_to_stock(weight: torch.Tensor) -> None:
     for inputs in others:
         ours(*inputs)
     assert [len(inputs) for inputs in asked] == [3] * len(others)
-    for got, inputs in itertools.zip_longest(asked, others):
+    for got, inputs in zip(asked, others, strict=True):
         assert all(a is b for a, b in zip(got, inputs, strict=True))

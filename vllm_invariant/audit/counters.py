@@ -27,6 +27,20 @@ class Counters:
     cache: dict[str, str] = field(default_factory=dict)
 
 
+def totals(text: str) -> dict[str, float]:
+    """A metrics page's samples by name, summed over their labels.
+
+    Raises:
+        ValueError: if it is none.
+
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
 def parse(text: str) -> Counters:
     """Read a metrics page.  What it does not have counts as 0.
 
